@@ -1,0 +1,55 @@
+"""Checks across groups. Each refuses in one line that names the keys and the remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf.config.algo import GKD
+from rlhf.config.base import require
+from rlhf.config.distill import NoDistill
+from rlhf.config.reward import NoReward
+from rlhf.config.run import EvalResponses
+from rlhf.config.teacher import NoTeacher
+
+if TYPE_CHECKING:
+    from rlhf.config.run import Run
+
+
+def check(run: Run) -> None:
+    """Refuse every combination of groups that isn't a legal cell.
+
+    Raises:
+        ConfigError: naming the keys and what to write instead.
+    """
+    if isinstance(run.algo, GKD):
+        require(
+            not isinstance(run.teacher, NoTeacher),
+            "algo=gkd needs a teacher, got teacher=none; use teacher=colocated",
+        )
+        require(
+            not isinstance(run.distill, NoDistill),
+            "algo=gkd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
+        )
+        require(
+            isinstance(run.reward, NoReward),
+            "algo=gkd learns from a teacher and would ignore reward.*; use reward=none",
+        )
+    require(
+        run.train.gpus == run.rollout.gpus,
+        f"placement=colocate shares one set of devices: train.gpus={run.train.gpus} and "
+        f"rollout.gpus={run.rollout.gpus} must be equal",
+    )
+    longest = run.data.max_length + run.rollout.max_new_tokens
+    require(
+        run.train.micro_batch_tokens >= longest,
+        f"train.micro_batch_tokens={run.train.micro_batch_tokens} can't hold one sample of data.max_length="
+        f"{run.data.max_length} + rollout.max_new_tokens={run.rollout.max_new_tokens} tokens; use at least {longest}",
+    )
+    if run.eval.samples > 0 and run.eval.responses is EvalResponses.dataset:
+        longest = run.data.max_length + run.eval.max_response_tokens
+        require(
+            run.train.micro_batch_tokens >= longest,
+            f"train.micro_batch_tokens={run.train.micro_batch_tokens} can't hold one held-out sample of data.max_length="
+            f"{run.data.max_length} + eval.max_response_tokens={run.eval.max_response_tokens} tokens; "
+            f"use at least {longest}",
+        )

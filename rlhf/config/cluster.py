@@ -1,0 +1,40 @@
+"""Group `cluster`: the machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from rlhf.config.base import not_yet, require_at_least
+
+
+class Device(Enum):
+    """Kind of device one trainer or engine process owns."""
+
+    cpu = "cpu"
+    """One process; placed through the custom Ray resource `slot`."""
+    cuda = "cuda"
+    """One NVIDIA GPU."""
+
+
+@dataclass(kw_only=True)
+class Cluster:
+    """Where Ray runs."""
+
+    device: Device = Device.cpu
+    """cpu | cuda (not available yet)."""
+    address: str | None = None
+    """Address of a running Ray cluster, or `auto`; null starts one on this machine."""
+    threads: int | None = None
+    """CPU threads of each process; null: as many as the machine has."""
+    object_store_gb: float = 2.0
+    """Shared memory of a Ray started here, in GiB; weights pass through it."""
+    start_timeout_s: float = 300.0
+    """How long to wait for devices and for the processes to come up, in seconds."""
+
+    def __post_init__(self) -> None:
+        if self.device is not Device.cpu:
+            raise not_yet("cluster.device=cuda", "cluster.device=cpu")
+        if self.threads is not None:
+            require_at_least("cluster.threads", self.threads, 1)
+        require_at_least("cluster.object_store_gb", self.object_store_gb, 0.1)

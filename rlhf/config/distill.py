@@ -1,0 +1,59 @@
+"""Group `distill`: what is asked of a teacher at every response token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from rlhf.config.base import not_yet, require_at_least, require_positive
+
+
+class Tail(Enum):
+    """What becomes of the probability outside the teacher's top k."""
+
+    bucket = "bucket"
+    """One more outcome holds the rest of the mass on both sides: a true divergence, never negative."""
+    renormalise = "renormalise"
+    """Both sides are normalised over the k tokens; the student's mass outside them goes unpunished."""
+    drop = "drop"
+    """The k terms as they are, without the rest."""
+
+
+@dataclass(kw_only=True)
+class TopK:
+    """The teacher's k most likely tokens and their log-probabilities."""
+
+    k: int = 64
+    """Tokens kept a position, at most the vocabulary; memory and transport grow with it."""
+    tail: Tail = Tail.bucket
+    """bucket | renormalise | drop: the mass outside the k tokens."""
+    temperature: float = 1.0
+    """Divides the logits of both sides before the divergence. `rollout.temperature` is the sampler's."""
+
+    def __post_init__(self) -> None:
+        require_at_least("distill.k", self.k, 1)
+        require_positive("distill.temperature", self.temperature)
+
+
+@dataclass(kw_only=True)
+class FullVocab:
+    """The whole distribution, carried as the teacher's final hidden states and its LM head."""
+
+    temperature: float = 1.0
+    """Divides the logits of both sides before the divergence. `rollout.temperature` is the sampler's."""
+
+    def __post_init__(self) -> None:
+        require_positive("distill.temperature", self.temperature)
+
+
+@dataclass(kw_only=True)
+class Sampled:
+    """The log-probability of the sampled token only (references, KL rewards). Not available yet."""
+
+    def __post_init__(self) -> None:
+        raise not_yet("distill=sampled", "distill=topk or distill=fullvocab")
+
+
+@dataclass(kw_only=True)
+class NoDistill:
+    """Nothing is asked of a teacher (algo=grpo)."""

@@ -1,0 +1,34 @@
+"""Group `logger`: where metrics go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class WandbMode(Enum):
+    """How the W&B client runs."""
+
+    online = "online"
+    offline = "offline"
+    """Writes the run to disk; `wandb sync` uploads it later."""
+
+
+@dataclass(kw_only=True)
+class Logger:
+    """Sinks; each may be switched on or off."""
+
+    console: bool = True
+    """Progress bars and one line of metrics a step."""
+    jsonl: bool = True
+    """metrics.jsonl in the run's folder: one object a step."""
+    tensorboard: bool = True
+    """tensorboard/ in the run's folder."""
+    wandb: bool = False
+    """Weights & Biases (logger=wandb)."""
+    wandb_project: str = "rlhf"
+    """W&B project."""
+    wandb_entity: str | None = None
+    """W&B team or user; null: your default."""
+    wandb_mode: WandbMode = WandbMode.online
+    """online | offline."""

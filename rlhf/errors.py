@@ -1,0 +1,43 @@
+"""The errors a user may see. Each message says what is wrong, which keys or files, and what to write instead.
+
+`assert` is for our own bugs; everything a user can cause raises one of these, and `rlhf.launch` prints it as one line.
+"""
+
+from __future__ import annotations
+
+
+class RlhfError(Exception):
+    """Base of every error meant for the user: one line, no traceback unless HYDRA_FULL_ERROR=1."""
+
+
+class ConfigError(RlhfError):
+    """A key, or a pair of keys, that can't be used; found while composing, before anything heavy is imported."""
+
+
+class DataError(RlhfError):
+    """Rows, files or tokenizers that can't be used. The message lists file, line and reason."""
+
+
+class ModelError(RlhfError):
+    """A checkpoint that is missing, of an unsupported architecture, or that doesn't fit its partner."""
+
+
+class ClusterError(RlhfError):
+    """The machines can't hold the run: too few devices, or Ray couldn't be reached."""
+
+
+class RoleDied(RlhfError):
+    """A trainer or engine process ended in the middle of a run."""
+
+
+class StaleWeights(RlhfError):
+    """An engine was asked to generate with another weight version than it holds."""
+
+
+class MisalignedScores(RlhfError):
+    """Teacher scores don't cover exactly the response rows they are joined to."""
+
+
+def one_line(text: object) -> str:
+    """`text` on a single line."""
+    return " ".join(str(text).split())

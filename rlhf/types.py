@@ -1,0 +1,151 @@
+"""What moves between roles: frozen, packed, and typed. No Python object per token anywhere.
+
+Shapes: n = samples, T = tokens of all samples together, R = response tokens of all samples together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int32, Int64
+
+Metrics = dict[str, float]
+"""Name -> value. Names are `group/name`, e.g. `train/loss`, `time/rollout`."""
+
+
+def ragged(offsets: Int64[np.ndarray, "n+1"], values: np.ndarray) -> Iterator[np.ndarray]:
+    """The rows of a packed array, as views."""
+    for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+        yield values[start:stop]
+
+
+def offsets_of(lengths: Any) -> Int64[np.ndarray, "n+1"]:
+    """Lengths -> start offsets, with the total at the end."""
+    return np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What the engine is asked to continue: token ids, never text.
+
+    Example: two prompts `[5, 6]` and `[7]` have tokens `[5, 6, 7]` and offsets `[0, 2, 3]`.
+    """
+
+    sample_ids: Int64[np.ndarray, " n"]
+    """Unique within a run; joins rollouts, scores and weights."""
+    tokens: Int32[np.ndarray, " T"]
+    offsets: Int64[np.ndarray, "n+1"]
+    seeds: Int64[np.ndarray, " n"]
+    """One sampler seed a request, so that results don't depend on request order or replica count."""
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def rows(self) -> Iterator[Int32[np.ndarray, " t"]]:
+        return ragged(self.offsets, self.tokens)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Prompts with their responses, packed end to end.
+
+    Example: prompt `[5, 6]` + response `[8, 9]` and prompt `[7]` + response `[4]` have tokens `[5, 6, 8, 9, 7, 4]`,
+    offsets `[0, 4, 6]`, prompt_lengths `[2, 1]`, and (if an engine made them) logprobs of `8, 9, 4`.
+    """
+
+    sample_ids: Int64[np.ndarray, " n"]
+    tokens: Int32[np.ndarray, " T"]
+    offsets: Int64[np.ndarray, "n+1"]
+    prompt_lengths: Int32[np.ndarray, " n"]
+    logprobs: Float32[np.ndarray, " R"] | None = None
+    """Log-probability of each response token under the distribution it was sampled from; None for dataset responses."""
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " n"]:
+        return np.diff(self.offsets)
+
+    @property
+    def response_lengths(self) -> Int64[np.ndarray, " n"]:
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def response_offsets(self) -> Int64[np.ndarray, "n+1"]:
+        """Where each sample's response rows start in a packed array of R rows (logprobs, weights, scores)."""
+        return offsets_of(self.response_lengths)
+
+    def rows(self) -> Iterator[Int32[np.ndarray, " t"]]:
+        return ragged(self.offsets, self.tokens)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What the engine generated, and which weights it used."""
+
+    version: int
+    sequences: Sequences
+    finished: np.ndarray
+    """[n] bool: the response ended by itself (a stop token) rather than at the length limit."""
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """Which samples one forward pass takes, in packing order."""
+
+    rows: tuple[int, ...]
+    """Indices into the `Sequences` the plan was made for."""
+    tokens: int
+    """Tokens with padding."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Immutable: sample -> data-parallel rank -> micro-batch -> position. Made once an optimizer step, from lengths alone.
+
+    `ranks[r]` holds the micro-batches of data-parallel rank r; every rank has the same number.
+    """
+
+    ranks: tuple[tuple[MicroBatchPlan, ...], ...]
+    padding_free: bool
+    """True: each micro-batch is one packed sequence. False: one row a sample, padded to the longest."""
+    pad_multiple: int
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        return tuple(row for rank in self.ranks for micro in rank for row in micro.rows)
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One optimizer step: the plan and one weight a response token, normalised over the whole step."""
+
+    plan: BatchPlan
+    weights: Float32[np.ndarray, " R"]
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Everything the trainer needs for the optimizer steps of one generation."""
+
+    step: int
+    version: int
+    """The weight version that generated the responses."""
+    sequences: Sequences
+    minibatches: tuple[MiniBatch, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the source measured: seconds by phase, response lengths, ..."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A few named weights on their way from the trainer to the engine, in Hugging Face names and shapes."""
+
+    names: tuple[str, ...]
+    tensors: tuple[Any, ...]
+    """numpy arrays (bfloat16 as uint16 bits), so that the object store hands them over without a copy."""
+    dtypes: tuple[str, ...]
