@@ -145,7 +145,10 @@ class Experience:
 class Bucket:
     """A few named weights on their way from the trainer to the engine, in Hugging Face names and shapes."""
 
+    version: int
+    """How many optimizer steps made these weights."""
     names: tuple[str, ...]
-    tensors: tuple[Any, ...]
-    """numpy arrays (bfloat16 as uint16 bits), so that the object store hands them over without a copy."""
+    arrays: tuple[np.ndarray, ...]
+    """bfloat16, which numpy lacks, as uint16 bits."""
     dtypes: tuple[str, ...]
+    """The true number format of each array."""

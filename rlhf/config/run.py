@@ -23,10 +23,11 @@ class EvalResponses(Enum):
 class RunSection:
     """Section `run`."""
 
-    name: str = "${now:%Y-%m-%d_%H-%M-%S}"
-    """Names the run's folder, `outputs/NAME`."""
+    name: str = "run"
+    """Names the run and its folder. The command's default is the time it started."""
     dir: str = "outputs/${run.name}"
-    """Folder of the run: metrics, checkpoints, summary. Relative to where the command is started."""
+    """Folder of the run: configuration, metrics, checkpoints, summary; from where the command is started.
+    Jobs of a sweep (-m) get folders of their own under multirun/ instead."""
     steps: int = 16
     """Optimizer steps."""
     seed: int = 0

@@ -1,0 +1,78 @@
+"""Generalised knowledge distillation (arXiv 2306.13649): match the teacher's distribution at every response token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rlhf.algos.objective import RowBatch, Totals
+from rlhf.batching import plan_batch, token_mean_weights
+from rlhf.config.train import Train
+from rlhf.distill.base import Distill
+from rlhf.losses.heads import VocabHead
+from rlhf.types import MiniBatch, Sequences
+
+
+@dataclass(frozen=True)
+class GKDObjective:
+    """Loss = sum over response tokens of weight * divergence(teacher, student)."""
+
+    beta: float
+    distill: Distill
+    sampler_temperature: float | None
+    """Temperature to compare log-probabilities with the sampler's at; None when they can't be compared, because the
+    sampler cut its distribution (top_p, top_k) or took no sample (greedy)."""
+
+    def loss(
+        self,
+        student: VocabHead,
+        scores: Any,
+        batch: RowBatch,
+        teacher_head: Callable[[Tensor], VocabHead] | None,
+    ) -> tuple[Tensor, Totals]:
+        """See `Objective.loss`."""
+        rows = self.distill.divergence(
+            student,
+            scores,
+            self.beta,
+            batch.targets,
+            sampler_temperature=self.sampler_temperature or 1.0,
+            teacher_head_of=teacher_head,
+        )
+        loss = (batch.weights * rows.loss).sum()
+        totals = Totals(
+            rows=len(rows.loss),
+            weighted={"train/loss": float(loss.detach())},
+            sums={
+                "train/divergence": float(rows.loss.detach().double().sum()),
+                "train/entropy": float(rows.entropy.double().sum()),
+                "distill/teacher_mass": float(rows.teacher_mass.double().sum()),
+                "distill/student_mass": float(rows.student_mass.double().sum()),
+            },
+        )
+        if batch.behaviour_logprobs is not None and self.sampler_temperature is not None and rows.logprob is not None:
+            gap = (rows.logprob - batch.behaviour_logprobs).abs()
+            totals.sums["rollout/logprob_gap_mean"] = float(gap.double().sum())
+            totals.maxima["rollout/logprob_gap_max"] = float(gap.max()) if len(gap) else 0.0
+        return loss, totals
+
+
+def make_minibatches(sequences: Sequences, train: Train, data_parallel: int) -> tuple[MiniBatch, ...]:
+    """One optimizer step on everything that was generated; every response token weighs the same."""
+    plan = plan_batch(
+        sequences.lengths,
+        data_parallel=data_parallel,
+        micro_batch_tokens=train.micro_batch_tokens,
+        padding_free=train.padding_free,
+    )
+    return (MiniBatch(plan=plan, weights=token_mean_weights(sequences)),)
+
+
+def comparable_temperature(temperature: float, top_p: float, top_k: int) -> float | None:
+    """`GKDObjective.sampler_temperature` for these sampling options."""
+    return temperature if temperature > 0 and top_p == 1.0 and top_k == 0 else None
+
+

@@ -1,0 +1,76 @@
+"""What the trainer asks of an algorithm: rows of a head and teacher scores in, a weighted loss and totals out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rlhf.distill.base import Distill
+from rlhf.losses.heads import VocabHead
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """What belongs to the response rows of one micro-batch."""
+
+    weights: Float[Tensor, " rows"]
+    """Normalised over the optimizer step: the loss is sum(weight * row loss), and nothing divides later."""
+    targets: Int[Tensor, " rows"]
+    """The response tokens."""
+    behaviour_logprobs: Float[Tensor, " rows"] | None
+    """Their log-probabilities under the sampler; None for dataset responses."""
+
+
+@dataclass
+class Totals:
+    """Sums over rows, and maxima, that add up over micro-batches and ranks."""
+
+    rows: int = 0
+    weighted: dict[str, float] = field(default_factory=dict)
+    """Sums that are normalised already (by the token weights)."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """Sums over rows; `means` divides them."""
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(
+            rows=self.rows + other.rows,
+            weighted=_merged(self.weighted, other.weighted, lambda a, b: a + b),
+            sums=_merged(self.sums, other.sums, lambda a, b: a + b),
+            maxima=_merged(self.maxima, other.maxima, max),
+        )
+
+    def means(self) -> dict[str, float]:
+        """Metric name -> mean over rows (sums), or the value as it is."""
+        return {**self.weighted, **{name: total / self.rows for name, total in self.sums.items()}, **self.maxima}
+
+
+def _merged(a: dict[str, float], b: dict[str, float], combine: Callable[[float, float], float]) -> dict[str, float]:
+    return {name: combine(a[name], b[name]) if name in a and name in b else a.get(name, b.get(name)) for name in {**a, **b}}
+
+
+class Objective(Protocol):
+    """Pure: holds numbers and a distillation strategy, no model."""
+
+    distill: Distill
+
+    def loss(
+        self,
+        student: VocabHead,
+        scores: Any,
+        batch: RowBatch,
+        teacher_head: Callable[[Tensor], VocabHead] | None,
+    ) -> tuple[Tensor, Totals]:
+        """The micro-batch's share of the step's loss (scalar), and what to report.
+
+        Args:
+            student: head over the response rows.
+            scores: what `distill.score` returned for these rows, in the same order.
+            batch: weights and targets of the rows.
+            teacher_head: teacher hidden rows -> head, for strategies that keep hidden states.
+        """
+        ...

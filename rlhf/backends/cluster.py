@@ -1,0 +1,130 @@
+"""Ray: starting or joining it, one placement group a run, and futures whose failures are said plainly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlhf.config.cluster import Cluster
+from rlhf.errors import ClusterError, RlhfError, RoleDied
+
+T = TypeVar("T")
+
+SLOT = "slot"
+"""Custom resource that stands for a device on CPU: bundles of CPUs would never be ready on a small machine."""
+
+
+@dataclass
+class RayFuture(Generic[T]):
+    """References of one role's call; `combine` makes one result of what the processes returned."""
+
+    role: str
+    references: list[Any]
+    combine: Callable[[list[Any]], T]
+
+    def result(self) -> T:
+        return self.combine(wait_for(self.role, self.references))
+
+
+def wait_for(role: str, references: list[Any], timeout_s: float | None = None) -> list[Any]:
+    """`ray.get` with the failures a user can do something about.
+
+    Raises:
+        RoleDied: the process behind a reference ended.
+        RlhfError: raised by the role itself, as it was.
+        ClusterError: not there within `timeout_s` seconds.
+    """
+    try:
+        return ray.get(references, timeout=timeout_s)
+    except RayActorError as error:
+        reason = " ".join(str(error).split())
+        raise RoleDied(f"the {role} process ended unexpectedly: {reason[:300]}") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, RlhfError):
+            raise error.cause from None
+        raise
+    except GetTimeoutError:
+        raise ClusterError(
+            f"the {role} process was not ready within cluster.start_timeout_s={timeout_s:g} seconds"
+        ) from None
+
+
+class RayCluster:
+    """Ray and the run's placement group. Shuts down only what it started."""
+
+    def __init__(self, spec: Cluster, bundles: int) -> None:
+        self.spec = spec
+        self.started = False
+        self.group: PlacementGroup | None = None
+        self.threads = spec.threads or os.cpu_count() or 1
+        if not ray.is_initialized():
+            self._start(bundles)
+            self.started = True
+        try:
+            self.group = self._reserve(bundles)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, bundles: int) -> None:
+        own_cluster: dict[str, Any] = {
+            "include_dashboard": False,
+            "resources": {SLOT: bundles},
+            "object_store_memory": int(self.spec.object_store_gb * 2**30),
+        }
+        # Ray warns of changes in versions to come; nothing a user of this command can act on.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            ray.init(
+                address=self.spec.address,
+                log_to_driver=False,
+                logging_level="ERROR",
+                configure_logging=True,
+                **({} if self.spec.address else own_cluster),
+            )
+        except ConnectionError as error:
+            raise ClusterError(
+                f"no Ray cluster at cluster.address={self.spec.address}; start one with `ray start --head "
+                f"--resources='{{\"{SLOT}\": {bundles}}}'`, or use cluster.address=null"
+            ) from error
+
+    def _reserve(self, bundles: int) -> PlacementGroup:
+        """One bundle a device. More than the cluster has is an error; more than is free waits in Ray's queue."""
+        total = ray.cluster_resources().get(SLOT, 0)
+        if total < bundles:
+            raise ClusterError(
+                f"the run needs {bundles} device(s), the Ray cluster has {total:g} of resource '{SLOT}'; start its nodes "
+                f"with `--resources='{{\"{SLOT}\": {bundles}}}'` or lower train.gpus and rollout.gpus"
+            )
+        group = placement_group([{SLOT: 1.0}] * bundles, strategy="PACK")
+        if not group.wait(self.spec.start_timeout_s):
+            remove_placement_group(group)
+            raise ClusterError(
+                f"{bundles} device(s) did not become free within cluster.start_timeout_s={self.spec.start_timeout_s:g} s"
+            )
+        return group
+
+    def actor(self, cls: type, bundle: int, share: float, environment: dict[str, str]) -> Any:
+        """`cls` as a Ray actor class bound to a share of one device; call `.remote(...)` on it."""
+        return ray.remote(cls).options(  # type: ignore[call-overload]
+            num_cpus=0,
+            resources={SLOT: share},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(self.threads), **environment}},
+        )
+
+    def close(self) -> None:
+        """Give the devices back; end Ray if this run started it."""
+        if self.group is not None:
+            remove_placement_group(self.group)
+            self.group = None
+        if self.started:
+            ray.shutdown()
+            self.started = False

@@ -1,0 +1,329 @@
+"""One trainer process: the student under Megatron's DDP and optimizer, and the frozen colocated teacher.
+
+A plain class: Ray wraps it in an actor, tests call it in their own process. The model code knows nothing of algorithms
+or teachers: an `Objective` turns head rows and teacher scores into a loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf.algos.objective import Objective, RowBatch, Totals
+from rlhf.assets import read_config
+from rlhf.backends.megatron import layers, weights
+from rlhf.backends.megatron.architecture import Architecture
+from rlhf.backends.megatron.device import megatron_device
+from rlhf.batching import MicroBatch, pack
+from rlhf.config.train import Train
+from rlhf.errors import MisalignedScores
+from rlhf.losses.divergence import forward_and_reverse_kl
+from rlhf.losses.heads import VocabHead
+from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Sequences
+
+
+@dataclass(frozen=True)
+class TrainerSetup:
+    """What a trainer process is started with; plain data, so that it travels."""
+
+    student: Path
+    teacher: Path | None
+    train: Train
+    objective: Objective
+    seed: int
+
+
+@dataclass
+class Model:
+    """A GPTModel with what its weights mean."""
+
+    module: Any
+    architecture: Architecture
+
+    def hidden_rows(self, micro: MicroBatch) -> Tensor:
+        """Final hidden states [rows, hidden] of the positions that predict response tokens."""
+        return select_rows(forward(self.module, micro), micro)
+
+    def head(self, hidden: Tensor) -> VocabHead:
+        return VocabHead(hidden=hidden, weight=layers.head_weight(self.module), vocab_size=self.architecture.vocab)
+
+
+def forward(module: Any, micro: MicroBatch) -> Tensor:
+    """Run a GPTModel (or its DDP wrapper) on a micro-batch -> final hidden states [b, s, hidden]."""
+    device = torch.cuda.current_device()
+    packed = None if micro.cu_seqlens is None else layers.PackedRows.of(torch.from_numpy(micro.cu_seqlens).to(device))
+    tokens = torch.from_numpy(micro.tokens).to(device)
+    return module(tokens, torch.from_numpy(micro.position_ids).to(device), None, packed_seq_params=packed)
+
+
+def select_rows(hidden: Tensor, micro: MicroBatch) -> Tensor:
+    """[b, s, hidden] -> [rows, hidden]: response rows only, before the head ever sees them."""
+    return hidden.flatten(0, 1)[torch.from_numpy(micro.rows).to(hidden.device)]
+
+
+def on_device(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a method where Megatron finds its device."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with megatron_device():
+            return method(*args, **kwargs)
+
+    return wrapped
+
+
+class MegatronTrainer:
+    """Trains, scores with the colocated teacher, evaluates, exports. All ranks call each method in the same order."""
+
+    @on_device
+    def __init__(self, setup: TrainerSetup, rank: int = 0, world_size: int = 1, master: str | None = None) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        self.setup = setup
+        self.version = 0
+        self._scores: dict[int, Any] = {}
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        master = master or f"tcp://127.0.0.1:{free_port()}"
+        dist.init_process_group(backend, init_method=master, rank=rank, world_size=world_size)
+        parallel_state.initialize_model_parallel(setup.train.tensor_parallel)
+        random.seed(setup.seed)
+        np.random.seed(setup.seed)
+        torch.manual_seed(setup.seed)
+        model_parallel_cuda_manual_seed(setup.seed)
+
+        dtype = getattr(torch, setup.train.dtype.value)
+        self.student = load_model(setup.student, dtype)
+        self.teacher = None
+        if setup.teacher is not None:
+            self.teacher = load_model(setup.teacher, dtype)
+            self.teacher.module.requires_grad_(False).eval()
+        self._wrap_student()
+
+    def _wrap_student(self) -> None:
+        """DDP, optimizer and learning-rate schedule."""
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+        from megatron.core.transformer.module import Float16Module
+
+        train, config = self.setup.train, self.student.module.config
+        module = Float16Module(config, self.student.module) if config.bf16 else self.student.module
+        self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=train.lr,
+                weight_decay=train.weight_decay,
+                adam_beta1=train.adam_beta1,
+                adam_beta2=train.adam_beta2,
+                adam_eps=train.adam_eps,
+                clip_grad=train.clip_grad or float("inf"),  # so that the norm is known without clipping, too
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+            ),
+            [self.ddp],
+        )
+        self.schedule = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=train.lr,
+            min_lr=0.0,
+            lr_warmup_steps=train.warmup_steps,
+            lr_decay_steps=train.warmup_steps + 1,
+            lr_decay_style="constant",
+            start_wd=train.weight_decay,
+            end_wd=train.weight_decay,
+            wd_incr_steps=1,
+            wd_incr_style="constant",
+        )
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = sum_gradients
+
+    # ---- teacher ----------------------------------------------------------------------------------------------------
+
+    @on_device
+    @torch.no_grad()
+    def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> None:
+        """Ask the colocated teacher about every response token; the answers stay here until `train` uses them."""
+        assert self.teacher is not None
+        for minibatch in minibatches:
+            for micro in self._micro_batches(sequences, minibatch.plan):
+                scores = self.setup.objective.distill.score(self.teacher.head(self.teacher.hidden_rows(micro)))
+                start = 0
+                for sample_id, count in zip(micro.sample_ids, micro.row_counts, strict=True):
+                    self._scores[sample_id] = scores[start : start + count]
+                    start += count
+
+    def _joined_scores(self, micro: MicroBatch) -> Any:
+        """The scores of a micro-batch's rows, in its order."""
+        parts = []
+        for sample_id, count in zip(micro.sample_ids, micro.row_counts, strict=True):
+            scores = self._scores.get(sample_id)
+            if scores is None or len(scores) != count:
+                held = "none" if scores is None else f"{len(scores)} rows"
+                raise MisalignedScores(f"sample {sample_id} needs {count} rows of teacher scores, there are {held}")
+            parts.append(scores)
+        return type(parts[0]).concat(parts)
+
+    # ---- student ----------------------------------------------------------------------------------------------------
+
+    @on_device
+    def train(self, experience: Experience) -> Metrics:
+        """One optimizer step a minibatch. Returns metrics averaged over the response tokens of all of them."""
+        totals, grad_norms, lr = Totals(), [], 0.0
+        started = time.perf_counter()
+        self.ddp.train()
+        for minibatch in experience.minibatches:
+            totals += self.accumulate_gradients(experience.sequences, minibatch)
+            grad_norm, lr = self._step()
+            grad_norms.append(grad_norm)
+        self._scores.clear()
+        return {
+            **totals.means(),
+            "train/grad_norm": float(np.mean(grad_norms)),
+            "train/lr": lr,
+            "train/weight_version": float(self.version),
+            "time/train": time.perf_counter() - started,
+        }
+
+    @on_device
+    def accumulate_gradients(self, sequences: Sequences, minibatch: MiniBatch) -> Totals:
+        """Forward and backward of one optimizer step; gradients are left in the DDP buffers."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        micro_batches = self._micro_batches(sequences, minibatch.plan)
+        outputs = get_forward_backward_func()(
+            forward_step_func=functools.partial(self._forward_step, sequences, minibatch),
+            data_iterator=iter(micro_batches),
+            model=self.ddp,
+            num_microbatches=len(micro_batches),
+            seq_length=max(micro.tokens.shape[1] for micro in micro_batches),
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        return functools.reduce(Totals.__add__, outputs, Totals())
+
+    def _forward_step(
+        self, sequences: Sequences, minibatch: MiniBatch, micro_batches: Iterator[MicroBatch], model: Any
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        """Megatron's contract: the model's output, and the function that makes a loss of it on the last stage."""
+        micro = next(micro_batches)
+
+        def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, Totals]:
+            rows = select_rows(hidden, micro)
+            batch = RowBatch(
+                weights=torch.from_numpy(minibatch.weights[micro.response_index]).to(rows.device),
+                targets=torch.from_numpy(micro.targets).to(rows.device),
+                behaviour_logprobs=None
+                if sequences.logprobs is None
+                else torch.from_numpy(sequences.logprobs[micro.response_index]).to(rows.device),
+            )
+            teacher_head = self.teacher.head if self.teacher is not None else None
+            loss, totals = self.setup.objective.loss(
+                self.student.head(rows), self._joined_scores(micro), batch, teacher_head
+            )
+            return loss, torch.tensor(len(micro.rows), dtype=torch.int), totals
+
+        return forward(model, micro), loss_of
+
+    def _step(self) -> tuple[float, float]:
+        """Apply the gradients -> (gradient norm before clipping, learning rate used)."""
+        self.schedule.step(increment=1)
+        lr = self.optimizer.param_groups[0]["lr"]
+        _, grad_norm, _ = self.optimizer.step()
+        self.version += 1
+        return float(grad_norm), float(lr)
+
+    def _micro_batches(self, sequences: Sequences, plan: BatchPlan) -> list[MicroBatch]:
+        """This rank's share of the plan, laid out."""
+        from megatron.core import parallel_state
+
+        return [
+            pack(sequences, micro, padding_free=plan.padding_free, pad_multiple=plan.pad_multiple)
+            for micro in plan.ranks[parallel_state.get_data_parallel_rank()]
+        ]
+
+    # ---- evaluation -------------------------------------------------------------------------------------------------
+
+    @on_device
+    @torch.no_grad()
+    def evaluate(self, sequences: Sequences, plan: BatchPlan) -> Metrics:
+        """Full-vocabulary forward KL(T||S) and reverse KL(S||T) at temperature 1, in nats a response token."""
+        assert self.teacher is not None
+        self.ddp.eval()
+        forward_sum = reverse_sum = count = 0.0
+        for micro in self._micro_batches(sequences, plan):
+            student = self.student.head(select_rows(forward(self.ddp, micro), micro))
+            forward_kl, reverse_kl = forward_and_reverse_kl(student, self.teacher.head(self.teacher.hidden_rows(micro)))
+            forward_sum += float(forward_kl.double().sum())
+            reverse_sum += float(reverse_kl.double().sum())
+            count += len(micro.rows)
+        self.ddp.train()
+        return {"eval/forward_kl": forward_sum / count, "eval/reverse_kl": reverse_sum / count}
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    @on_device
+    def buckets(self, dtype: str, max_bytes: int) -> Iterator[Bucket]:
+        """The student's weights in Hugging Face names, in buckets of about `max_bytes`, one bucket in memory at a time."""
+        names: list[str] = []
+        arrays: list[np.ndarray] = []
+        size = 0
+        for name, tensor in weights.export(self.student.module, self.student.architecture):
+            array = to_numpy(tensor.to(getattr(torch, dtype)))
+            if arrays and size + array.nbytes > max_bytes:
+                yield Bucket(self.version, tuple(names), tuple(arrays), (dtype,) * len(names))
+                names, arrays, size = [], [], 0
+            names.append(name)
+            arrays.append(array)
+            size += array.nbytes
+        yield Bucket(self.version, tuple(names), tuple(arrays), (dtype,) * len(names))
+
+    @on_device
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face folder that `transformers` loads. Complete or absent: it is renamed into place."""
+        from rlhf.export import save_hf
+
+        tensors = weights.export(self.student.module, self.student.architecture)
+        save_hf(folder, tensors, self.setup.student, dtype=self.setup.train.dtype.value)
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> Model:
+    """Build the architecture of a Hugging Face folder and fill it with its weights."""
+    architecture = Architecture.from_config(read_config(folder), str(folder))
+    module = layers.build_model(architecture, dtype)
+    weights.load(module, architecture, weights.Checkpoint(folder).__getitem__)
+    return Model(module, architecture)
+
+
+def sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's gradient reduction without its division: the token weights are normalised already."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads(model, None, **kwargs)
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """A host copy; bfloat16, which numpy lacks, as its 16 bits."""
+    tensor = tensor.detach().to("cpu", copy=True).contiguous()
+    return tensor.view(torch.uint16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

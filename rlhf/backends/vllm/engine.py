@@ -1,0 +1,137 @@
+"""One vLLM replica: token ids in, token ids and log-probabilities out, under a checked weight version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlhf.config.rollout import VllmRollout
+from rlhf.errors import StaleWeights
+from rlhf.types import Bucket, Prompts, Rollouts, Sequences, offsets_of
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine process is started with; plain data, so that it travels."""
+
+    model: Path
+    """Architecture only: weights come from the trainer before the first generation."""
+    rollout: VllmRollout
+    max_model_len: int
+    """Longest prompt + response in tokens."""
+    stop_token_ids: tuple[int, ...]
+    seed: int
+
+
+class VllmEngine:
+    """Wraps `vllm.LLM` in its own process (vLLM patches torch, so it never shares one with Megatron)."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        from vllm import LLM
+
+        rollout = setup.rollout
+        self.setup = setup
+        self.version: int | None = None
+        """Version of the weights held; None before the first update and while one is under way."""
+        self._arriving: int | None = None
+        self.llm = LLM(
+            model=str(setup.model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=rollout.dtype.value,
+            tensor_parallel_size=rollout.tensor_parallel,
+            enforce_eager=rollout.enforce_eager,
+            max_model_len=setup.max_model_len,
+            max_num_seqs=rollout.max_num_seqs,
+            kv_cache_memory_bytes=int(rollout.kv_cache_gb * 2**30),
+            worker_extension_cls="rlhf.backends.vllm.extension.WeightUpdates",
+            logprobs_mode="processed_logprobs",  # of the distribution the tokens were drawn from
+            seed=setup.seed,
+        )
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        """From here until `finish_update` the engine holds no usable weights."""
+        self.version = None
+        self._arriving = None
+        self.llm.collective_rpc("rlhf_begin_update")
+
+    def load(self, bucket: Bucket) -> None:
+        """Take a few weights over.
+
+        Raises:
+            StaleWeights: buckets of different versions in one update.
+        """
+        if self._arriving not in (None, bucket.version):
+            raise StaleWeights(f"one update mixes weights of versions {self._arriving} and {bucket.version}")
+        self._arriving = bucket.version
+        tensors = [to_tensor(array, dtype) for array, dtype in zip(bucket.arrays, bucket.dtypes, strict=True)]
+        self.llm.collective_rpc("rlhf_load", args=(list(zip(bucket.names, tensors, strict=True)),))
+
+    def finish_update(self) -> int:
+        """Make the new weights the ones generated with. Returns their version."""
+        assert self._arriving is not None, "an update without a bucket"
+        self.llm.collective_rpc("rlhf_finish_update")
+        self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
+        self.version = self._arriving
+        return self.version
+
+    # ---- generation -------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Prompts, version: int, greedy: bool = False) -> Rollouts:
+        """Continue every prompt.
+
+        Args:
+            prompts: n requests.
+            version: the weight version the caller wants; another one is an error, never a silent stale rollout.
+            greedy: take the most likely token instead of sampling.
+
+        Raises:
+            StaleWeights: the engine holds another version.
+        """
+        from vllm import SamplingParams
+
+        if version != self.version:
+            raise StaleWeights(f"asked to generate with weights of version {version}, the engine holds {self.version}")
+        rollout = self.setup.rollout
+        requests = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts.rows()]
+        sampling = [
+            SamplingParams(
+                temperature=0.0 if greedy else rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                max_tokens=rollout.max_new_tokens,
+                seed=int(seed),
+                ignore_eos=True,  # the stop tokens below are the whole list
+                stop_token_ids=list(self.setup.stop_token_ids),
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for seed in prompts.seeds
+        ]
+        outputs = [request.outputs[0] for request in self.llm.generate(requests, sampling, use_tqdm=False)]
+        responses = [np.asarray(output.token_ids, dtype=np.int32) for output in outputs]
+        # Each position lists the sampled token first.
+        logprobs = [
+            np.asarray(output.logprobs.logprobs, dtype=np.float32)[output.logprobs.start_indices] for output in outputs
+        ]
+        rows = [np.concatenate(pair) for pair in zip(prompts.rows(), responses, strict=True)]
+        sequences = Sequences(
+            sample_ids=prompts.sample_ids,
+            tokens=np.concatenate(rows),
+            offsets=offsets_of([len(row) for row in rows]),
+            prompt_lengths=np.diff(prompts.offsets).astype(np.int32),
+            logprobs=np.concatenate(logprobs),
+        )
+        return Rollouts(version, sequences, np.array([output.finish_reason == "stop" for output in outputs]))
+
+
+def to_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
+    """A received array as a tensor of its own (what the object store hands out is read-only)."""
+    tensor = torch.from_numpy(array.copy())
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

@@ -1,0 +1,37 @@
+"""Mixed into vLLM's worker: receives new weights bucket by bucket.
+
+vLLM's plain `model.load_weights` leaves a CPU model half updated, because its weights were repacked after loading.
+The layerwise reload undoes and redoes that, on CPU and GPU. Covered by tests/integration/test_engine.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class WeightUpdates:
+    """Methods reached through `collective_rpc`; `self` is vLLM's worker."""
+
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+
+    def rlhf_begin_update(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.model_runner.get_model())
+
+    def rlhf_load(self, named_tensors: list[tuple[str, Any]]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(iter(named_tensors))
+
+    def rlhf_finish_update(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)

@@ -1,0 +1,160 @@
+"""The batch plan, packing, and the one alignment between hidden rows and response tokens.
+
+Everything here works on lengths and token ids with numpy; no model is involved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float32, Int32, Int64
+
+from rlhf.errors import ConfigError
+from rlhf.types import BatchPlan, MicroBatchPlan, Sequences, offsets_of
+
+
+def round_up(length: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that holds `length`."""
+    return -(-length // multiple) * multiple
+
+
+def response_rows(length: int, prompt_length: int) -> Int64[np.ndarray, " r"]:
+    """Positions whose hidden state predicts a response token: row t scores token t + 1.
+
+    The only place that knows this shift; student, teacher and log-prob comparisons all go through it.
+    """
+    return np.arange(prompt_length - 1, length - 1, dtype=np.int64)
+
+
+# ---- planning -------------------------------------------------------------------------------------------------------
+
+
+def _spread(lengths: Sequence[int], rows: Sequence[int], bins: int) -> list[list[int]]:
+    """Longest first, each into the bin with the fewest tokens (and then the fewest rows): balanced and deterministic."""
+    filled: list[list[int]] = [[] for _ in range(bins)]
+    tokens = [0] * bins
+    for row in sorted(rows, key=lambda r: (-lengths[r], r)):
+        target = min(range(bins), key=lambda b: (tokens[b], len(filled[b]), b))
+        filled[target].append(row)
+        tokens[target] += lengths[row]
+    return [sorted(rows) for rows in filled]
+
+
+def _micro_tokens(lengths: Sequence[int], rows: Sequence[int], padding_free: bool) -> int:
+    """Tokens of one forward pass, padding included."""
+    row_lengths = [lengths[r] for r in rows]
+    return sum(row_lengths) if padding_free else max(row_lengths, default=0) * len(row_lengths)
+
+
+def plan_batch(
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    data_parallel: int,
+    micro_batch_tokens: int,
+    padding_free: bool = True,
+    pad_multiple: int = 1,
+) -> BatchPlan:
+    """Spread samples over data-parallel ranks and micro-batches so that every rank has about the same tokens.
+
+    Args:
+        lengths: tokens of each sample (prompt + response).
+        data_parallel: ranks that share the batch.
+        micro_batch_tokens: most tokens, padding included, in one forward pass.
+        padding_free: pack a micro-batch into one sequence; otherwise rows are padded to the longest.
+        pad_multiple: each sample's length is rounded up to this (tensor parallelism, twice context parallelism).
+
+    Raises:
+        ConfigError: a sample is longer than `micro_batch_tokens`, or there are fewer samples than ranks.
+    """
+    padded = [round_up(int(length), pad_multiple) for length in lengths]
+    if len(padded) < data_parallel:
+        raise ConfigError(
+            f"a batch of {len(padded)} samples can't feed {data_parallel} data-parallel ranks; "
+            "raise train.global_batch_samples or lower train.gpus"
+        )
+    if max(padded) > micro_batch_tokens:
+        raise ConfigError(
+            f"a sample of {max(padded)} tokens doesn't fit train.micro_batch_tokens={micro_batch_tokens}; raise it, or "
+            "lower data.max_length or rollout.max_new_tokens"
+        )
+    per_rank = _spread(padded, range(len(padded)), data_parallel)
+    fewest_rows = min(len(rows) for rows in per_rank)
+    for micro_batches in range(1, fewest_rows + 1):  # every rank runs the same number of forward passes
+        split = [_spread(padded, rows, micro_batches) for rows in per_rank]
+        largest = max(_micro_tokens(padded, rows, padding_free) for rank in split for rows in rank)
+        if largest <= micro_batch_tokens:
+            break
+    else:
+        raise ConfigError(
+            f"{len(padded)} samples can't be cut into micro-batches of train.micro_batch_tokens={micro_batch_tokens} on "
+            f"{data_parallel} ranks; raise it"
+        )
+    ranks = tuple(
+        tuple(MicroBatchPlan(tuple(rows), _micro_tokens(padded, rows, padding_free)) for rows in rank) for rank in split
+    )
+    return BatchPlan(ranks=ranks, padding_free=padding_free, pad_multiple=pad_multiple)
+
+
+# ---- packing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass, as numpy arrays. `b x s` is `1 x T` when packed.
+
+    Example: packed samples of 4 and 2 tokens have cu_seqlens `[0, 4, 6]` and position_ids `[[0, 1, 2, 3, 0, 1]]`.
+    """
+
+    tokens: Int64[np.ndarray, "b s"]
+    position_ids: Int64[np.ndarray, "b s"]
+    cu_seqlens: Int32[np.ndarray, "m+1"] | None
+    """Where packed samples start (with padding); None when rows are padded instead."""
+    rows: Int64[np.ndarray, " r"]
+    """Flat indices (b*s + position) of the hidden rows that predict response tokens, sample by sample."""
+    targets: Int64[np.ndarray, " r"]
+    """The response token each of these rows predicts."""
+    response_index: Int64[np.ndarray, " r"]
+    """Where each row stands in packed per-response-token arrays of the whole batch (weights, log-probs)."""
+    sample_ids: tuple[int, ...]
+    row_counts: tuple[int, ...]
+    """Response rows of each sample, in the order of `sample_ids`."""
+
+
+def pack(sequences: Sequences, micro: MicroBatchPlan, *, padding_free: bool, pad_multiple: int = 1) -> MicroBatch:
+    """Lay the samples of one micro-batch out for a forward pass. The one place that pads and picks response rows."""
+    all_lengths, response_offsets = sequences.lengths, sequences.response_offsets
+    lengths = [int(all_lengths[row]) for row in micro.rows]
+    padded = [round_up(length, pad_multiple) for length in lengths]
+    if not padding_free:
+        padded = [max(padded)] * len(padded)
+    starts = offsets_of(padded)
+    tokens = np.zeros(starts[-1], dtype=np.int64)  # padding is token 0: causal attention never lets it be seen
+    position_ids = np.concatenate([np.arange(length, dtype=np.int64) for length in padded])
+    rows, targets, response_index, row_counts = [], [], [], []
+    for row, length, start in zip(micro.rows, lengths, starts[:-1], strict=True):
+        sample = sequences.tokens[sequences.offsets[row] : sequences.offsets[row + 1]]
+        tokens[start : start + length] = sample
+        scoring = response_rows(length, int(sequences.prompt_lengths[row]))
+        rows.append(start + scoring)
+        targets.append(sample[scoring + 1].astype(np.int64))
+        response_index.append(np.arange(response_offsets[row], response_offsets[row + 1]))
+        row_counts.append(len(scoring))
+    shape = (1, -1) if padding_free else (len(padded), -1)
+    return MicroBatch(
+        tokens=tokens.reshape(shape),
+        position_ids=position_ids.reshape(shape),
+        cu_seqlens=starts.astype(np.int32) if padding_free else None,
+        rows=np.concatenate(rows),
+        targets=np.concatenate(targets),
+        response_index=np.concatenate(response_index),
+        sample_ids=tuple(int(sequences.sample_ids[row]) for row in micro.rows),
+        row_counts=tuple(row_counts),
+    )
+
+
+def token_mean_weights(sequences: Sequences) -> Float32[np.ndarray, " R"]:
+    """Every response token of the optimizer step counts the same: 1 / (number of response tokens)."""
+    count = int(sequences.response_lengths.sum())
+    return np.full(count, 1.0 / count, dtype=np.float32)

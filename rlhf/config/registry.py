@@ -1,0 +1,65 @@
+"""Registers the specs with Hydra: group, option name, dataclass. The one list of what options exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf, open_dict
+
+from rlhf.config import algo, cluster, data, distill, logger, model, placement, reward, rollout, run, teacher, train
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+"""The checkout: `conf/` and `recipes/` lie beside the package, so an editable install is needed."""
+
+GROUPS: dict[str, dict[str, type]] = {
+    "algo": {"gkd": algo.GKD, "grpo": algo.GRPO, "opsd": algo.OPSD},
+    "distill": {
+        "topk": distill.TopK,
+        "fullvocab": distill.FullVocab,
+        "sampled": distill.Sampled,
+        "none": distill.NoDistill,
+    },
+    "teacher": {
+        "colocated": teacher.ColocatedTeacher,
+        "standalone": teacher.StandaloneTeacher,
+        "self": teacher.SelfTeacher,
+        "none": teacher.NoTeacher,
+    },
+    "placement": {"colocate": placement.Colocate, "separate": placement.Separate},
+    "model": {"smollm2_24l": model.Model, "hf": model.Model},
+    "train": {"megatron": train.Train},
+    "rollout": {"vllm": rollout.VllmRollout, "none": rollout.NoRollout},
+    "data": {"reasoning_gym": data.ReasoningGymData, "file": data.FileData, "hub": data.HubData},
+    "reward": {"none": reward.NoReward, "functions": reward.FunctionReward},
+    "logger": {"default": logger.Logger, "wandb": logger.Logger},
+    "cluster": {"local": cluster.Cluster, "attached": cluster.Cluster},
+}
+
+SECTIONS: dict[str, type] = {"run": run.RunSection, "eval": run.Eval}
+
+
+def _node(spec: type) -> Any:
+    """The spec as a typed config node that knows which class it becomes."""
+    node = OmegaConf.structured(spec)
+    with open_dict(node):
+        node._target_ = f"{spec.__module__}.{spec.__qualname__}"
+    return node
+
+
+def _list_groups() -> str:
+    """The options of every group, for --help."""
+    return "\n".join(f"  {group:<10} {', '.join(options)}" for group, options in GROUPS.items())
+
+
+def register() -> None:
+    """Make `schema/GROUP/OPTION` and `schema/SECTION` known to Hydra. Safe to call again."""
+    store = ConfigStore.instance()
+    for group, options in GROUPS.items():
+        for option, spec in options.items():
+            store.store(group=f"schema/{group}", name=option, node=_node(spec))
+    for section, spec in SECTIONS.items():
+        store.store(group="schema", name=section, node=_node(spec))
+    OmegaConf.register_new_resolver("rlhf.groups", _list_groups, replace=True)
+    OmegaConf.register_new_resolver("rlhf.project_root", lambda: str(PROJECT_ROOT), replace=True)

@@ -1,0 +1,132 @@
+"""One row: a conversation to continue, and perhaps its reference response. What a row may look like is decided here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TAKEN = ("messages", "prompt", "response", "teacher_prompt")
+"""Columns with a meaning of their own; all others are kept as they are."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A conversation that ends where the model has to answer.
+
+    Example: `{"prompt": "2 + 3?", "response": "5", "level": 1}` on line 12 becomes
+    `Row(11, "sums.jsonl:12", [{"role": "user", "content": "2 + 3?"}], "5", {"level": 1})`.
+    """
+
+    index: int
+    """Position among all rows of the source, bad ones included."""
+    where: str
+    """`file.jsonl:12` (line) or `gsm_symbolic[3]` (row)."""
+    messages: list[dict[str, Any]]
+    response: str | None
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that can't be used, and why."""
+
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+class _Bad(Exception):
+    """Carries the reason out of the checks below."""
+
+
+def parse_row(raw: Any, where: str, index: int) -> Row | BadRow:
+    """Check one raw row (a JSON object) and bring it into one shape.
+
+    A row has `messages` (a list of {"role", "content"}) or `prompt` (a string, or such a list). If the last message is
+    the assistant's it is the reference response; a column `response` gives it too. null is the same as absent.
+    """
+    try:
+        if not isinstance(raw, dict):
+            raise _Bad(f"row is {_kind(raw)}, expected an object")
+        row = {key: value for key, value in raw.items() if value is not None}
+        if row.get("teacher_prompt"):
+            raise _Bad("teacher_prompt (OPSD) is not available yet")
+        messages = _messages(row)
+        response = _response(row, messages)
+        if not messages:
+            raise _Bad("no message before the final assistant message")
+        last = messages[-1]
+        if last["role"] not in ("user", "tool"):
+            raise _Bad(f"the conversation ends with a {last['role']} message, expected user or tool")
+        if not last["content"].strip():
+            raise _Bad("empty prompt")
+    except _Bad as bad:
+        return BadRow(where, str(bad))
+    return Row(index, where, messages, response, {key: value for key, value in raw.items() if key not in TAKEN})
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    if "messages" in row and "prompt" in row:
+        raise _Bad("both 'messages' and 'prompt'; keep one")
+    if "messages" in row:
+        name, value = "messages", row["messages"]
+        if not isinstance(value, list):
+            raise _Bad(f"messages is {_kind(value)}, expected a list of messages")
+    elif "prompt" in row:
+        name, value = "prompt", row["prompt"]
+        if isinstance(value, str):
+            return [{"role": "user", "content": _text(value, "prompt")}]
+        if not isinstance(value, list):
+            raise _Bad(f"prompt is {_kind(value)}, expected a string or a list of messages")
+    else:
+        raise _Bad("no 'messages' or 'prompt'")
+    if not value:
+        raise _Bad(f"{name} is an empty list")
+    return [_message(message, number) for number, message in enumerate(value, start=1)]
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    """`message` without nulls (Parquet fills every field of a struct). Further keys are the chat template's."""
+    if not isinstance(message, dict):
+        raise _Bad(f"message {number} is {_kind(message)}, expected an object with 'role' and 'content'")
+    message = {key: value for key, value in message.items() if value is not None}
+    for key in ("role", "content"):
+        if key not in message:
+            raise _Bad(f"message {number} has no '{key}'")
+        if not isinstance(message[key], str):
+            raise _Bad(f"message {number} has {_kind(message[key])} as '{key}', expected a string")
+    if message["role"] not in ROLES:
+        raise _Bad(f"message {number} has role '{message['role']}', expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+    _text(message["content"], f"message {number}")
+    return message
+
+
+def _response(row: dict[str, Any], messages: list[dict[str, Any]]) -> str | None:
+    """The reference response; takes a final assistant message off `messages`."""
+    given = row.get("response")
+    if given is not None and not isinstance(given, str):
+        raise _Bad(f"response is {_kind(given)}, expected a string")
+    final = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
+    if given is not None and final is not None and given != final:
+        raise _Bad("'response' differs from the final assistant message; keep one")
+    response = given if given is not None else final
+    if response is not None and not response.strip():
+        raise _Bad("empty response")
+    return None if response is None else _text(response, "response")
+
+
+def _text(text: str, what: str) -> str:
+    """JSON can spell half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _Bad(f"{what} holds half a surrogate pair at character {error.start + 1}") from None
+    return text
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", int: "an int", type(None): "null"}
+    return names.get(type(value), f"a {type(value).__name__}")

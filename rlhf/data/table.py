@@ -1,0 +1,85 @@
+"""Tokenised rows, packed: a few arrays instead of an object a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64
+
+from rlhf.types import offsets_of
+
+EMPTY = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class PromptTable:
+    """Prompts and their reference responses as token ids. n rows, T prompt tokens and R response tokens together.
+
+    Example: prompts `[5, 6]` and `[7]`, where only the second has a response `[8, 2]`: tokens `[5, 6, 7]`,
+    offsets `[0, 2, 3]`, response_tokens `[8, 2]`, response_offsets `[0, 0, 2]`.
+    """
+
+    tokens: Int32[np.ndarray, " T"]
+    offsets: Int64[np.ndarray, "n+1"]
+    response_tokens: Int32[np.ndarray, " R"]
+    """Each response ends with EOS, so a row of no tokens is a row without a response."""
+    response_offsets: Int64[np.ndarray, "n+1"]
+    truncated: Bool[np.ndarray, " n"]
+    """The prompt was longer than data.max_length and has been cut."""
+    wheres: tuple[str, ...]
+    columns: tuple[dict[str, Any], ...]
+    """The row's other columns, for verifiers and reports."""
+
+    def __len__(self) -> int:
+        return len(self.wheres)
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " n"]:
+        return np.diff(self.offsets)
+
+    @property
+    def response_lengths(self) -> Int64[np.ndarray, " n"]:
+        return np.diff(self.response_offsets)
+
+    def prompt(self, row: int) -> Int32[np.ndarray, " t"]:
+        """The tokens of one prompt, as a view."""
+        return self.tokens[self.offsets[row] : self.offsets[row + 1]]
+
+    def response(self, row: int) -> Int32[np.ndarray, " r"] | None:
+        """The tokens of one reference response, EOS included, as a view; None where the row has none."""
+        start, stop = self.response_offsets[row], self.response_offsets[row + 1]
+        return self.response_tokens[start:stop] if stop > start else None
+
+    def select(self, rows: Sequence[int] | range | np.ndarray) -> PromptTable:
+        """A table of these rows, in this order."""
+        return pack(
+            [self.prompt(row) for row in rows],
+            [self.response(row) for row in rows],
+            truncated=[bool(self.truncated[row]) for row in rows],
+            wheres=[self.wheres[row] for row in rows],
+            columns=[self.columns[row] for row in rows],
+        )
+
+
+def pack(
+    prompts: Sequence[Int32[np.ndarray, " t"]],
+    responses: Sequence[Int32[np.ndarray, " r"] | None],
+    *,
+    truncated: Sequence[bool],
+    wheres: Sequence[str],
+    columns: Sequence[dict[str, Any]],
+) -> PromptTable:
+    """One array a row -> one table."""
+    answers = [EMPTY if response is None else response for response in responses]
+    return PromptTable(
+        tokens=np.concatenate([EMPTY, *prompts]),
+        offsets=offsets_of([len(prompt) for prompt in prompts]),
+        response_tokens=np.concatenate([EMPTY, *answers]),
+        response_offsets=offsets_of([len(answer) for answer in answers]),
+        truncated=np.asarray(truncated, dtype=bool),
+        wheres=tuple(wheres),
+        columns=tuple(columns),
+    )

@@ -1,0 +1,98 @@
+"""Rows -> token ids through the tokenizer's chat template. Ids are never decoded and encoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from rlhf.config.data import DataCommon, Truncation
+from rlhf.data.rows import BadRow, Row
+from rlhf.data.table import PromptTable, pack
+from rlhf.errors import DataError, one_line
+
+BATCH = 256
+"""Conversations handed to the tokenizer at once; it encodes them in parallel."""
+
+
+def tokenise_rows(rows: Sequence[Row], tokenizer: Any, spec: DataCommon) -> tuple[PromptTable, list[BadRow]]:
+    """Render and encode every conversation, with the header of the answer to come at its end.
+
+    Reference responses are encoded on their own and end with EOS.
+
+    Returns:
+        The table of the usable rows in their order, and the rows that the chat template refuses or that are longer
+        than `max_length` under `truncation=error`.
+
+    Raises:
+        DataError: the tokenizer has no chat template or no EOS token.
+    """
+    name = getattr(tokenizer, "name_or_path", "") or "this model"
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"the tokenizer of {name} has no chat template; use an instruct model, or put a chat_template.jinja "
+            "into the model's folder"
+        )
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"the tokenizer of {name} has no EOS token; set eos_token in its tokenizer_config.json")
+
+    used: list[Row] = []
+    bad: list[BadRow] = []
+    prompts: list[Int32[np.ndarray, " t"]] = []
+    truncated: list[bool] = []
+    for start in range(0, len(rows), BATCH):
+        batch = rows[start : start + BATCH]
+        encoded = _encode(tokenizer, [with_system_prompt(row.messages, spec.system_prompt) for row in batch])
+        for row, ids in zip(batch, encoded, strict=True):
+            if isinstance(ids, str):
+                bad.append(BadRow(row.where, ids))
+            elif len(ids) > spec.max_length and spec.truncation is Truncation.error:
+                bad.append(BadRow(row.where, f"prompt has {len(ids)} tokens, data.max_length is {spec.max_length}"))
+            else:
+                cut = ids[-spec.max_length :] if spec.truncation is Truncation.left else ids[: spec.max_length]
+                used.append(row)
+                prompts.append(np.asarray(cut, dtype=np.int32))
+                truncated.append(len(cut) < len(ids))
+    table = pack(
+        prompts,
+        _responses([row.response for row in used], tokenizer),
+        truncated=truncated,
+        wheres=[row.where for row in used],
+        columns=[row.columns for row in used],
+    )
+    return table, bad
+
+
+def with_system_prompt(messages: list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:
+    """`messages`, with `system_prompt` in front if there is one and the conversation has no system message."""
+    if system_prompt is None or any(message["role"] in ("system", "developer") for message in messages):
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def _encode(tokenizer: Any, conversations: list[list[dict[str, Any]]]) -> list[list[int] | str]:
+    """Token ids of each conversation, or the reason why the chat template refuses it."""
+    try:
+        return _apply(tokenizer, conversations)
+    except Exception:  # one bad conversation fails the batch; templates raise whatever their Jinja code raises
+        results: list[list[int] | str] = []
+        for conversation in conversations:
+            try:
+                results += _apply(tokenizer, [conversation])
+            except Exception as error:
+                results.append(f"the chat template refuses it: {one_line(error)[:200]}")
+        return results
+
+
+def _apply(tokenizer: Any, conversations: list[list[dict[str, Any]]]) -> list[Any]:
+    return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def _responses(texts: list[str | None], tokenizer: Any) -> list[Int32[np.ndarray, " r"] | None]:
+    given = [text for text in texts if text is not None]
+    # verbose=False: how long a response may be is decided later, not by the tokenizer's model_max_length.
+    ids = iter(tokenizer(given, add_special_tokens=False, verbose=False)["input_ids"] if given else [])
+    end = tokenizer.eos_token_id
+    return [None if text is None else np.asarray([*next(ids), end], dtype=np.int32) for text in texts]

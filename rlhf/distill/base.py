@@ -1,0 +1,65 @@
+"""What every option of the group `distill` offers: scores from a teacher's head, a divergence from a student's head and scores.
+
+Scores are kept a sample at a time (response rows only) and joined a micro-batch at a time:
+
+    teacher_head ──score──► Scores ──scores[rows]──► stored by sample id ──concat──► divergence(student_head, scores) ──► RowLosses
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rlhf.losses.divergence import RowLosses
+from rlhf.losses.heads import VocabHead
+
+TeacherHeadOf = Callable[[Float[Tensor, "rows H"]], VocabHead]
+"""Puts the teacher's LM head on stored hidden rows."""
+
+
+class Scores(Protocol):
+    """What a teacher says about some rows. Frozen; tensors only."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice | Int[Tensor, " chosen"]) -> Self: ...
+
+    def to(self, device: torch.device | str) -> Self: ...
+
+    @staticmethod
+    def concat(parts: Sequence[Self]) -> Self:
+        """The rows of all parts, in order; at least one part."""
+        ...
+
+
+S = TypeVar("S", bound=Scores)
+
+
+class Distill(Protocol[S]):
+    """One option of the group `distill`, for the scores it makes."""
+
+    def score(self, teacher_head: VocabHead) -> S:
+        """What is kept of the teacher at each of its rows. No gradient."""
+        ...
+
+    def divergence(
+        self,
+        student_head: VocabHead,
+        scores: S,
+        beta: float,
+        targets: Int[Tensor, " rows"] | None = None,
+        sampler_temperature: float = 1.0,
+        teacher_head_of: TeacherHeadOf | None = None,
+    ) -> RowLosses:
+        """One loss a row of the student, with a gradient for the student's head only.
+
+        Args:
+            beta: 0 forward KL, 1 reverse KL, between: generalised Jensen-Shannon (`rlhf.losses.divergence`).
+            targets: the sampled tokens, for `RowLosses.logprob` at `sampler_temperature`.
+            teacher_head_of: needed by an option that keeps hidden rows (fullvocab), unused by others.
+        """
+        ...

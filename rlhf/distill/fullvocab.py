@@ -1,0 +1,71 @@
+"""distill=fullvocab: the whole distribution, carried as the teacher's final hidden rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rlhf.config.distill import FullVocab
+from rlhf.distill.base import TeacherHeadOf
+from rlhf.losses.divergence import RowLosses, full_divergence
+from rlhf.losses.heads import VocabHead
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenScores:
+    """The teacher's final hidden rows, in its own dtype. Never rows x vocabulary: the head is put on again at loss time."""
+
+    hidden: Float[Tensor, "rows H"]
+
+    def __len__(self) -> int:
+        return self.hidden.shape[0]
+
+    def __getitem__(self, rows: slice | Int[Tensor, " chosen"]) -> HiddenScores:
+        # Cloned: a view keeps the whole batch alive, and pickles all of it.
+        return HiddenScores(self.hidden[rows].clone())
+
+    def to(self, device: torch.device | str) -> HiddenScores:
+        return HiddenScores(self.hidden.to(device))
+
+    @staticmethod
+    def concat(parts: Sequence[HiddenScores]) -> HiddenScores:
+        return HiddenScores(torch.cat([part.hidden for part in parts]))
+
+
+@dataclass(frozen=True)
+class FullVocabDistill:
+    """Scores are `[rows, H]` hidden states; the head they belong to must be the one they were made with."""
+
+    temperature: float
+
+    @classmethod
+    def from_spec(cls, spec: FullVocab) -> FullVocabDistill:
+        return cls(spec.temperature)
+
+    def score(self, teacher_head: VocabHead) -> HiddenScores:
+        """The hidden rows alone, detached."""
+        return HiddenScores(teacher_head.hidden.detach())
+
+    def divergence(
+        self,
+        student_head: VocabHead,
+        scores: HiddenScores,
+        beta: float,
+        targets: Int[Tensor, " rows"] | None = None,
+        sampler_temperature: float = 1.0,
+        teacher_head_of: TeacherHeadOf | None = None,
+    ) -> RowLosses:
+        """See `rlhf.distill.base.Distill`; errors are those of `rlhf.losses.divergence.full_divergence`."""
+        assert teacher_head_of is not None, "distill=fullvocab keeps hidden rows only: it needs the teacher's head"
+        return full_divergence(
+            student_head,
+            teacher_head_of(scores.hidden),
+            beta,
+            self.temperature,
+            targets,
+            sampler_temperature=sampler_temperature,
+        )

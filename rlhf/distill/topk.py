@@ -1,0 +1,65 @@
+"""distill=topk: the teacher's k most likely tokens and their log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from rlhf.config.distill import Tail, TopK
+from rlhf.distill.base import TeacherHeadOf
+from rlhf.errors import ConfigError
+from rlhf.losses.divergence import CHUNK_ROWS, RowLosses, TopKScores, topk_divergence
+from rlhf.losses.heads import VocabHead
+
+
+@dataclass(frozen=True)
+class TopKDistill:
+    """Scores are `[rows, k]`: 8 bytes a token kept (int32 id, fp32 log-probability)."""
+
+    k: int
+    tail: Tail
+    temperature: float
+
+    @classmethod
+    def from_spec(cls, spec: TopK) -> TopKDistill:
+        return cls(spec.k, spec.tail, spec.temperature)
+
+    @torch.no_grad()
+    def score(self, teacher_head: VocabHead) -> TopKScores:
+        """The top k of each row, most likely first, with the normaliser at `temperature` unless that is 1.
+
+        Raises:
+            ConfigError: k exceeds the teacher's vocabulary.
+        """
+        vocabulary = teacher_head.vocabulary
+        if self.k > vocabulary:
+            raise ConfigError(
+                f"distill.k={self.k} exceeds the vocabulary of {vocabulary} tokens; write distill.k={vocabulary} or less"
+            )
+        starts = range(0, max(len(teacher_head), 1), CHUNK_ROWS)
+        return TopKScores.concat([self._score(teacher_head.select(slice(at, at + CHUNK_ROWS))) for at in starts])
+
+    def _score(self, teacher_head: VocabHead) -> TopKScores:
+        every_logprob = teacher_head.logits().log_softmax(-1)
+        logprobs, ids = every_logprob.topk(self.k, dim=-1)
+        log_normaliser = None
+        if self.temperature != 1:
+            log_normaliser = (every_logprob / self.temperature).logsumexp(-1).float()
+        return TopKScores(ids.int(), logprobs.float(), log_normaliser)
+
+    def divergence(
+        self,
+        student_head: VocabHead,
+        scores: TopKScores,
+        beta: float,
+        targets: Int[Tensor, " rows"] | None = None,
+        sampler_temperature: float = 1.0,
+        teacher_head_of: TeacherHeadOf | None = None,
+    ) -> RowLosses:
+        """See `rlhf.distill.base.Distill`; errors are those of `rlhf.losses.divergence.topk_divergence`."""
+        return topk_divergence(
+            student_head, scores, beta, self.temperature, self.tail, targets, sampler_temperature=sampler_temperature
+        )

@@ -1,0 +1,378 @@
+"""Divergences between a teacher's and a student's next-token distributions, one loss a row.
+
+    JSD_beta(T||S) = beta*KL(T||M) + (1-beta)*KL(S||M),  M = beta*T + (1-beta)*S       (GKD, arXiv 2306.13649, equation 1)
+
+with the limits special-cased: beta=0 is KL(T||S) (forward), beta=1 is KL(S||T) (reverse).
+
+Layers, from the inside out: `generalised_jsd` on log-probabilities; `topk_rows` and `full_rows` on dense logits;
+`topk_divergence`, `full_divergence` and `forward_and_reverse_kl` on heads, a chunk of rows at a time.
+
+Arithmetic is fp32 (float64 stays float64). Minus infinity is replaced before any arithmetic, so `0 * inf` never happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rlhf.config.distill import Tail
+from rlhf.errors import ConfigError, MisalignedScores
+from rlhf.losses.heads import VocabHead, at_least_float32
+
+CHUNK_ROWS = 512
+"""Rows projected at a time: one fp32 copy of 512 x 151,936 logits is 311 MB, and a chunk holds about five."""
+
+LOG_ZERO = -1e6
+"""Log-probabilities from here down are impossible outcomes. Finite, so that products with a zero probability stay zero."""
+
+TAIL_FLOOR = 32 * torch.finfo(torch.float32).eps
+"""3.8e-6: the teacher's tail is 1 minus the sum of k rounded probabilities, and below this it is mostly rounding."""
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class TopKScores:
+    """The teacher's k most likely tokens at each row. Rows can be sliced and joined: scores are stored a sample at a time.
+
+    Example: k=2, two rows, T=1: ids `[[7, 3], [1, 0]]`, logprobs `[[-0.1, -2.5], [-0.7, -0.8]]`, log_normaliser None.
+    """
+
+    ids: Int[Tensor, "rows k"]
+    """Distinct within a row. An id outside the student's vocabulary, or one with log-probability -inf, fills an unused place."""
+    logprobs: Float32[Tensor, "rows k"]
+    """At temperature 1, normalised over the teacher's whole vocabulary, whatever `distill.temperature` is."""
+    log_normaliser: Float32[Tensor, " rows"] | None = None
+    """logsumexp over the vocabulary of log-probability / temperature, so that the log-probability at that temperature is
+    `logprobs / temperature - log_normaliser`. None: temperature 1 (where it is zero), or a teacher that can't tell."""
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    def __getitem__(self, rows: slice | Int[Tensor, " chosen"]) -> TopKScores:
+        # Cloned: a view keeps the whole batch alive, and pickles all of it.
+        normaliser = None if self.log_normaliser is None else self.log_normaliser[rows].clone()
+        return TopKScores(self.ids[rows].clone(), self.logprobs[rows].clone(), normaliser)
+
+    def to(self, device: torch.device | str) -> TopKScores:
+        normaliser = None if self.log_normaliser is None else self.log_normaliser.to(device)
+        return TopKScores(self.ids.to(device), self.logprobs.to(device), normaliser)
+
+    @staticmethod
+    def concat(parts: Sequence[TopKScores]) -> TopKScores:
+        """The rows of all parts, in order; either all of them have a log_normaliser or none has."""
+        normalisers = [part.log_normaliser for part in parts if part.log_normaliser is not None]
+        assert len(normalisers) in (0, len(parts)), "scores with and without a log_normaliser can't be joined"
+        return TopKScores(
+            torch.cat([part.ids for part in parts]),
+            torch.cat([part.logprobs for part in parts]),
+            torch.cat(normalisers) if normalisers else None,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RowLosses:
+    """One value a row. Only `loss` carries a gradient."""
+
+    loss: Float[Tensor, " rows"]
+    """The divergence at `distill.temperature`; neither weighted nor multiplied by the squared temperature."""
+    entropy: Float[Tensor, " rows"]
+    """Of the student's distribution at temperature 1, in nats."""
+    teacher_mass: Float[Tensor, " rows"]
+    """The teacher's probability inside its top k, at temperature 1; 1 for the whole vocabulary."""
+    student_mass: Float[Tensor, " rows"]
+    """The student's probability of the same tokens, at temperature 1; falls when the student flees into the tail."""
+    logprob: Float[Tensor, " rows"] | None
+    """The student's log-probability of the targets at the sampler's temperature; None when no targets were given."""
+
+    @staticmethod
+    def concat(parts: Sequence[RowLosses]) -> RowLosses:
+        logprobs = [part.logprob for part in parts if part.logprob is not None]
+        return RowLosses(
+            torch.cat([part.loss for part in parts]),
+            torch.cat([part.entropy for part in parts]),
+            torch.cat([part.teacher_mass for part in parts]),
+            torch.cat([part.student_mass for part in parts]),
+            torch.cat(logprobs) if logprobs else None,
+        )
+
+
+# ---- on log-probabilities
+
+
+def generalised_jsd(
+    student_logprobs: Float[Tensor, "rows n"],
+    teacher_logprobs: Float[Tensor, "rows n"],
+    beta: float,
+    normalised: bool = True,
+) -> Float[Tensor, " rows"]:
+    """`JSD_beta(T||S)` a row (GKD, arXiv 2306.13649, equation 1); beta=0: KL(T||S), beta=1: KL(S||T).
+
+    Args:
+        normalised: both sides have the same mass in every row. The KLs are then summed as `p*log(p/q) - p + q`, which has the same
+            sum and gradient but no negative term, so rounding can't make a row negative. False: `p*log(p/q)` as it is,
+            which may be negative. For 0 < beta < 1 both are the same: the extra terms cancel outcome by outcome.
+
+    An outcome that is -inf on both sides contributes exactly 0, in value and in gradient. -inf on one side is exact wherever the
+    divergence is finite; where it isn't (KL(P||Q) at Q=0 < P) the outcome is left out and again contributes exactly 0.
+    """
+    student = at_least_float32(student_logprobs).clamp(min=LOG_ZERO)
+    teacher = at_least_float32(teacher_logprobs).clamp(min=LOG_ZERO)
+    if beta == 0:
+        return _kl(teacher, student, normalised)
+    if beta == 1:
+        return _kl(student, teacher, normalised)
+    # log M relative to each side, not log M itself: near T = S the difference of two large logs would only be rounding.
+    log_ratio = student - teacher
+    log_m_over_teacher = _log_mixture(math.log(beta), math.log1p(-beta), log_ratio)
+    log_m_over_student = _log_mixture(math.log1p(-beta), math.log(beta), -log_ratio)
+    terms = beta * teacher.exp() * log_m_over_teacher + (1 - beta) * student.exp() * log_m_over_student
+    return -terms.sum(dim=-1)
+
+
+def _log_mixture(log_weight: float, log_other_weight: float, log_ratio: Tensor) -> Tensor:
+    """log(weight + other_weight * exp(log_ratio)), elementwise."""
+    return torch.logaddexp(torch.full_like(log_ratio, log_weight), log_ratio + log_other_weight)
+
+
+def _kl(p: Float[Tensor, "rows n"], q: Float[Tensor, "rows n"], normalised: bool) -> Float[Tensor, " rows"]:
+    """KL(P||Q) a row, of finite log-probabilities; P > 0 = Q is left out."""
+    terms = p.exp() * (p - q)
+    if normalised:
+        terms = terms - p.exp() + q.exp()
+    infinite = (q <= LOG_ZERO) & (p > LOG_ZERO)
+    return terms.masked_fill(infinite, 0.0).sum(dim=-1)
+
+
+# ---- on dense logits
+
+
+def topk_rows(
+    logits: Float[Tensor, "rows V"], teacher: TopKScores, beta: float, temperature: float, tail: Tail
+) -> Float[Tensor, " rows"]:
+    """The divergence over the teacher's top k, a row.
+
+    The mass outside the k tokens:
+
+    - `renormalise`: both sides are softmaxed over the k tokens, exact at any temperature.
+    - `bucket`: it is one more outcome on both sides. At k = V there is none, and the result is `full_rows`. Where the teacher's
+      tail is below `TAIL_FLOOR`, what is missing to the floor is added to the tails of *both* sides: the masses stay equal, so
+      the divergence is never negative and is zero at S = T; it is smooth in the student; the reverse KL costs the student
+      at most log(1/TAIL_FLOOR) = 12.5 nats of tail mass instead of infinity; and the tail never leaves the loss, because
+      without it reverse KL is lowest where the student flees into it (PR verl#5041). All other rows are exact.
+    - `drop`: the k terms as they are, each with its full normaliser; may be negative (verl#7856).
+
+    A slot the teacher has left unused (see `TopKScores.ids`) belongs to the tail.
+
+    Raises:
+        ConfigError: bucket or drop at another temperature than 1, and the teacher gave no log_normaliser.
+    """
+    vocabulary = logits.shape[1]
+    ids, valid, alive = _slots(teacher, vocabulary)
+    # With every token at hand an impossible one is an outcome like the others, as in `full_rows`.
+    kept = valid if ids.shape[1] == vocabulary else alive
+
+    if tail is Tail.renormalise:
+        # The lowest finite number, not -inf: a row with nothing left is then uniform on both sides instead of NaN.
+        lowest = torch.finfo(logits.dtype).min
+        student = (logits.gather(1, ids) / temperature).clamp(min=lowest).masked_fill(~kept, lowest)
+        raw_teacher = teacher.logprobs.to(logits.dtype) / temperature
+        raw_teacher = raw_teacher.clamp(min=lowest).masked_fill(~kept, lowest)
+        return generalised_jsd(student.log_softmax(-1), raw_teacher.log_softmax(-1), beta)
+
+    every_student_logprob = _log_softmax(logits, temperature)
+    student = every_student_logprob.gather(1, ids).masked_fill(~kept, 2 * LOG_ZERO)
+    teacher_logprobs = _teacher_logprobs(teacher, temperature, tail).to(logits.dtype).masked_fill(~alive, 2 * LOG_ZERO)
+    if tail is Tail.drop:
+        return generalised_jsd(student, teacher_logprobs, beta, normalised=False)
+    if ids.shape[1] == vocabulary:
+        return generalised_jsd(student, teacher_logprobs, beta)
+
+    # By logsumexp over the complement: 1 - sum(p) would be rounding only once the student is peaked, with a useless gradient.
+    student_tail = every_student_logprob.masked_fill(_inside(ids, alive, vocabulary), 2 * LOG_ZERO).logsumexp(-1)
+    teacher_tail = -torch.expm1(teacher_logprobs.logsumexp(-1).clamp(max=0.0))
+    missing = (TAIL_FLOOR - teacher_tail).clamp(min=0.0)
+    student_tail = torch.logaddexp(student_tail, missing.log().clamp(min=2 * LOG_ZERO))
+    teacher_tail = teacher_tail.clamp(min=TAIL_FLOOR).log()
+    return generalised_jsd(
+        torch.cat([student, student_tail[:, None]], dim=-1),
+        torch.cat([teacher_logprobs, teacher_tail[:, None]], dim=-1),
+        beta,
+    )
+
+
+def full_rows(
+    logits: Float[Tensor, "rows V"], teacher_logits: Float[Tensor, "rows W"], beta: float, temperature: float
+) -> Float[Tensor, " rows"]:
+    """The divergence over the whole vocabulary, a row; of two padded vocabularies, over the part that both have."""
+    shared = min(logits.shape[1], teacher_logits.shape[1])
+    student = _log_softmax(logits[:, :shared], temperature)
+    return generalised_jsd(student, _log_softmax(teacher_logits[:, :shared], temperature), beta)
+
+
+def _log_softmax(logits: Float[Tensor, "rows V"], temperature: float) -> Float[Tensor, "rows V"]:
+    scaled = logits if temperature == 1 else logits / temperature
+    return scaled.log_softmax(-1)
+
+
+def _slots(
+    teacher: TopKScores, vocabulary: int
+) -> tuple[Int[Tensor, "rows k"], Bool[Tensor, "rows k"], Bool[Tensor, "rows k"]]:
+    """Ids that can be gathered; which were in the vocabulary; which of those the teacher finds possible."""
+    ids = teacher.ids.long()
+    valid = (ids >= 0) & (ids < vocabulary)
+    return ids.masked_fill(~valid, 0), valid, valid & (teacher.logprobs > LOG_ZERO)
+
+
+def _inside(ids: Int[Tensor, "rows k"], alive: Bool[Tensor, "rows k"], vocabulary: int) -> Bool[Tensor, "rows V"]:
+    """Which tokens are in the teacher's top k. Added up, as an unused slot may hold the id of a used one."""
+    counts = torch.zeros(ids.shape[0], vocabulary, dtype=torch.uint8, device=ids.device)
+    return counts.scatter_add_(1, ids, alive.to(torch.uint8)).bool()
+
+
+def _teacher_logprobs(teacher: TopKScores, temperature: float, tail: Tail) -> Float[Tensor, "rows k"]:
+    """The teacher's log-probabilities at the temperature, normalised over its whole vocabulary."""
+    if temperature == 1:
+        return teacher.logprobs
+    if teacher.log_normaliser is None:
+        raise ConfigError(
+            f"distill.temperature={temperature} with distill.tail={tail.name} needs the teacher's normaliser at that "
+            "temperature, which this teacher doesn't return; write distill.tail=renormalise or distill.temperature=1"
+        )
+    return teacher.logprobs / temperature - teacher.log_normaliser[:, None]
+
+
+# ---- what is measured beside the loss
+
+
+@torch.no_grad()
+def _measured(
+    loss: Float[Tensor, " rows"],
+    logits: Float[Tensor, "rows V"],
+    teacher: TopKScores | None,
+    targets: Int[Tensor, " rows"] | None,
+    sampler_temperature: float,
+) -> RowLosses:
+    """The loss with the statistics of the same logits, so that the head is applied once."""
+    logprobs = _log_softmax(logits, 1.0)
+    entropy = -(logprobs.exp() * logprobs.clamp(min=LOG_ZERO)).sum(-1)
+    teacher_mass = student_mass = torch.ones_like(entropy)
+    if teacher is not None:
+        ids, _, alive = _slots(teacher, logits.shape[1])
+        # Rounding can lift a sum of k probabilities just above 1.
+        teacher_mass = teacher.logprobs.to(logits.dtype).exp().masked_fill(~alive, 0.0).sum(-1).clamp(max=1.0)
+        student_mass = logprobs.gather(1, ids).exp().masked_fill(~alive, 0.0).sum(-1).clamp(max=1.0)
+    logprob = None
+    if targets is not None:
+        # Greedy sampling has no distribution; its log-probs are reported at temperature 1, as the engine does.
+        at = logprobs if sampler_temperature in (0, 1) else _log_softmax(logits, sampler_temperature)
+        logprob = at.gather(1, targets.long()[:, None])[:, 0]
+    return RowLosses(loss, entropy, teacher_mass, student_mass, logprob)
+
+
+# ---- on heads
+
+
+def topk_divergence(
+    student: VocabHead,
+    teacher: TopKScores,
+    beta: float,
+    temperature: float,
+    tail: Tail,
+    targets: Int[Tensor, " rows"] | None = None,
+    sampler_temperature: float = 1.0,
+    chunk_rows: int = CHUNK_ROWS,
+) -> RowLosses:
+    """`topk_rows` of a head, with the statistics of `RowLosses`. Only the student's head gets a gradient.
+
+    Args:
+        targets: the sampled tokens, for `RowLosses.logprob`.
+        sampler_temperature: `rollout.temperature`, which `RowLosses.logprob` is at; 0 (greedy) reads as 1.
+        chunk_rows: rows projected at a time; see `_in_chunks`.
+
+    Raises:
+        ConfigError: see `topk_rows` and `VocabHead.logits`.
+        MisalignedScores: the scores don't have one row for each of the student's.
+    """
+    _require_rows(student, len(teacher))
+
+    def chunk(rows: slice) -> RowLosses:
+        logits, scores = student.select(rows).logits(), teacher[rows]
+        loss = topk_rows(logits, scores, beta, temperature, tail)
+        return _measured(loss, logits, scores, _rows_of(targets, rows), sampler_temperature)
+
+    return RowLosses.concat(_in_chunks(chunk, len(student), chunk_rows))
+
+
+def full_divergence(
+    student: VocabHead,
+    teacher: VocabHead,
+    beta: float,
+    temperature: float,
+    targets: Int[Tensor, " rows"] | None = None,
+    sampler_temperature: float = 1.0,
+    chunk_rows: int = CHUNK_ROWS,
+) -> RowLosses:
+    """`full_rows` of two heads, with the statistics of `RowLosses`. Only the student's head gets a gradient.
+
+    Arguments and errors are those of `topk_divergence`.
+    """
+    _require_rows(student, len(teacher))
+
+    def chunk(rows: slice) -> RowLosses:
+        logits = student.select(rows).logits()
+        with torch.no_grad():
+            teacher_logits = teacher.select(rows).logits()
+        loss = full_rows(logits, teacher_logits, beta, temperature)
+        return _measured(loss, logits, None, _rows_of(targets, rows), sampler_temperature)
+
+    return RowLosses.concat(_in_chunks(chunk, len(student), chunk_rows))
+
+
+@torch.no_grad()
+def forward_and_reverse_kl(
+    student: VocabHead, teacher: VocabHead, chunk_rows: int = CHUNK_ROWS
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """KL(T||S) and KL(S||T) a row over the whole vocabulary at temperature 1: what runs are compared by. No gradient.
+
+    Raises:
+        MisalignedScores: the heads have different numbers of rows.
+    """
+    _require_rows(student, len(teacher))
+
+    def chunk(rows: slice) -> tuple[Tensor, Tensor]:
+        logits, teacher_logits = student.select(rows).logits(), teacher.select(rows).logits()
+        return full_rows(logits, teacher_logits, 0.0, 1.0), full_rows(logits, teacher_logits, 1.0, 1.0)
+
+    forward, reverse = zip(*_in_chunks(chunk, len(student), chunk_rows), strict=True)
+    return torch.cat(forward), torch.cat(reverse)
+
+
+def _in_chunks(of_rows: Callable[[slice], Result], rows: int, chunk_rows: int) -> list[Result]:
+    """`of_rows` of each slice of rows; one empty slice when there are none, so that the graph reaches the head all the same.
+
+    Memory: with several chunks, nothing of a chunk outlives its forward pass but the result; backward projects the
+    chunk again. So the peak is one chunk's logits, for one more matmul with the head. Rows don't see each other, so the loss
+    doesn't depend on chunking; the head's gradient is a sum over chunks, taken in the weight's dtype.
+    """
+    slices = [slice(start, start + chunk_rows) for start in range(0, max(rows, 1), chunk_rows)]
+    if len(slices) == 1 or not torch.is_grad_enabled():
+        return [of_rows(rows) for rows in slices]
+    return [checkpoint(of_rows, rows, use_reentrant=False, preserve_rng_state=False) for rows in slices]
+
+
+def _rows_of(values: Tensor | None, rows: slice) -> Tensor | None:
+    return None if values is None else values[rows]
+
+
+def _require_rows(student: VocabHead, scored: int) -> None:
+    if len(student) != scored:
+        raise MisalignedScores(f"the teacher scored {scored} rows but the student has {len(student)}")

@@ -1,0 +1,95 @@
+"""`VocabHead`: hidden rows with the LM head that would turn them into logits. Losses take heads, never logits.
+
+Why: at 8,192 tokens and a vocabulary of 151,936 the fp32 logits alone are 5 GB a copy. With the head in hand a loss decides itself
+how many rows it projects at a time, and a fused or vocabulary-parallel form can replace the dense one behind the same interface.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rlhf.errors import ConfigError, ModelError
+
+
+def at_least_float32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Loss arithmetic is fp32; float64 stays float64, so that gradients can be checked numerically."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+@dataclass(frozen=True, eq=False)
+class VocabHead:
+    """Hidden rows and their LM head: `logits = softcap(scale * (hidden @ weight.T + bias))`.
+
+    Example: one micro-batch of 3 response rows, hidden size 4, a weight padded from 10 to 16 tokens:
+    `VocabHead(hidden=[3, 4], weight=[16, 4], vocab_size=10).logits()` is `[3, 10]`.
+    """
+
+    hidden: Float[Tensor, "rows H"]
+    weight: Float[Tensor, "V_local H"]
+    """This rank's part of the head; the whole head without tensor parallelism. May be the (tied) embedding itself."""
+    bias: Float[Tensor, " V_local"] | None = None
+    scale: float = 1.0
+    """Multiplies the logits, before the soft cap."""
+    softcap: float | None = None
+    """Logits become `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2)."""
+    tp_group: Any | None = None
+    """The ranks that share the vocabulary. Only one rank today."""
+    vocab_size: int | None = None
+    """The true vocabulary: rows of the weight from here on are padding and get no probability. None: no padding."""
+
+    def __len__(self) -> int:
+        return self.hidden.shape[0]
+
+    @property
+    def vocabulary(self) -> int:
+        """Outcomes of the distribution: the true vocabulary, over all ranks."""
+        if self.vocab_size is not None:
+            return self.vocab_size
+        return self.weight.shape[0] * _ranks(self.tp_group)
+
+    def select(self, rows: slice | Int[Tensor, " chosen"]) -> VocabHead:
+        """The same head over some of the rows."""
+        return replace(self, hidden=self.hidden[rows])
+
+    def logits(self) -> Float[Tensor, "rows V"]:
+        """The dense reference: fp32 logits (float64 of a float64 head) over the true vocabulary.
+
+        The matmul runs in the weight's dtype; everything after it in fp32.
+
+        Raises:
+            ConfigError: the head is split over several ranks.
+            ModelError: the weight has fewer rows than the vocabulary.
+        """
+        if _ranks(self.tp_group) > 1:
+            raise ConfigError(
+                f"train.tensor_parallel={_ranks(self.tp_group)}: the vocabulary-parallel form of the losses is not "
+                "available yet; write train.tensor_parallel=1"
+            )
+        if self.vocabulary > self.weight.shape[0]:
+            raise ModelError(
+                f"the vocabulary has {self.vocabulary} tokens but the LM head only {self.weight.shape[0]} rows; "
+                "check that tokenizer and checkpoint belong together"
+            )
+        weight = self.weight[: self.vocabulary]
+        bias = None if self.bias is None else self.bias[: self.vocabulary].to(weight.dtype)
+        logits = at_least_float32(torch.nn.functional.linear(self.hidden.to(weight.dtype), weight, bias))
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+
+def shared_vocabulary(student: VocabHead, teacher: VocabHead) -> tuple[VocabHead, VocabHead]:
+    """Both heads over the tokens that both have: 151,936 and 152,064 rows of one tokenizer become 151,936 each."""
+    shared = min(student.vocabulary, teacher.vocabulary)
+    return replace(student, vocab_size=shared), replace(teacher, vocab_size=shared)
+
+
+def _ranks(tp_group: Any | None) -> int:
+    return 1 if tp_group is None else tp_group.size()

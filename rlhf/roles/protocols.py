@@ -1,0 +1,64 @@
+"""What the loop and the sources know of the roles. Every call returns a future; only the loop waits for training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rlhf.types import BatchPlan, Experience, Metrics, MiniBatch, Prompts, Rollouts, Sequences
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Future(Protocol[T_co]):
+    """A result on its way."""
+
+    def result(self) -> T_co:
+        """Wait for it.
+
+        Raises:
+            RoleDied: the process that owed it ended.
+            RlhfError: what the role itself raised.
+        """
+        ...
+
+
+class Trainer(Protocol):
+    """The student."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that share a batch."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps done: the version of the weights."""
+        ...
+
+    def train(self, experience: Experience) -> Future[Metrics]: ...
+
+    def evaluate(self, sequences: Sequences, plan: BatchPlan) -> Future[Metrics]: ...
+
+    def buckets(self, dtype: str) -> Iterator[Any]:
+        """References to the weights' buckets, in order; what they hold never passes through the caller."""
+        ...
+
+    def save(self, folder: Path) -> Future[None]: ...
+
+
+class Scorer(Protocol):
+    """The teacher. Scores stay where they are used, keyed by sample id."""
+
+    def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> Future[None]: ...
+
+
+class Engine(Protocol):
+    """The sampler."""
+
+    def update_weights(self, buckets: Iterable[Any]) -> Future[int]:
+        """Load a full set of weights; the future gives their version."""
+        ...
+
+    def generate(self, prompts: Prompts, version: int, greedy: bool = False) -> Future[Rollouts]: ...

@@ -1,0 +1,266 @@
+"""The Megatron student against Hugging Face transformers: logits, gradients, weights there and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf import assets
+from rlhf.backends.megatron.device import megatron_device
+from rlhf.backends.megatron.trainer import MegatronTrainer, forward, load_model, select_rows
+from rlhf.backends.megatron.weights import Checkpoint, export, rule_of
+from rlhf.batching import pack
+from rlhf.types import MicroBatchPlan
+from tests.integration.megatron import experience_of, random_sequences, trainer_setup
+from tests.unit.tiny import save_tiny_llama
+
+FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "smollm2"]
+
+
+@pytest.fixture(scope="module")
+def megatron_groups(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Process groups of one rank, made by a real trainer on throw-away models."""
+    folder = save_tiny_llama(tmp_path_factory.mktemp("groups") / "model", layers=1)
+    trainer = MegatronTrainer(trainer_setup(folder, folder))
+    yield trainer
+    torch.distributed.destroy_process_group()
+
+
+def checkpoint(family: str, folder: Path) -> Path:
+    """A Hugging Face folder: random and tiny, or the real SmolLM2 (3 layers of it)."""
+    if family == "smollm2":
+        return assets.resolve(assets.BUILT_IN, drop_layers=range(3, 30))
+    if family == "llama":
+        return save_tiny_llama(folder, tied=False)
+    if family == "llama-tied":
+        return save_tiny_llama(folder, tied=True)
+    torch.manual_seed(1)
+    shape = dict(
+        vocab_size=250,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    if family == "qwen3":
+        shape["head_dim"] = 32
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):  # away from ones and zeros, so that a lost one shows
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_equal_transformers(family: str, tmp_path: Path, megatron_groups: None) -> None:
+    folder = checkpoint(family, tmp_path / "hf")
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with megatron_device():
+        model = load_model(folder, torch.float32)
+        sequences = random_sequences(model.architecture.vocab, [(5, 11), (3, 20), (9, 2)])
+        micro = pack(sequences, MicroBatchPlan((0, 1, 2), 50), padding_free=True)
+        logits = model.head(model.hidden_rows(micro)).logits()
+        # sum(logit * fixed noise) reaches every weight; a mean would leave most gradients near zero
+        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+        (logits * noise).sum().backward()
+
+    rows = []
+    for index, tokens in enumerate(sequences.rows()):
+        out = reference(torch.from_numpy(tokens).long()[None]).logits[0]
+        rows.append(out[sequences.prompt_lengths[index] - 1 : -1])
+    expected = torch.cat(rows)
+    (expected * noise).sum().backward()
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+    gradients = dict(reference.named_parameters())
+    for name, parameter in model.module.named_parameters():
+        rule, hf_names = rule_of(name)
+        for hf_name, gradient in zip(hf_names, rule.to_hf(model.architecture, parameter.grad), strict=True):
+            expected_gradient = gradients[hf_name].grad
+            error = (gradient - expected_gradient).norm() / expected_gradient.norm()
+            assert error < 1e-4, f"{hf_name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_is_bit_exact(family: str, tmp_path: Path, megatron_groups: None) -> None:
+    folder = checkpoint(family, tmp_path / "hf")
+    with megatron_device():
+        model = load_model(folder, torch.float32)
+        exported = {name: tensor.clone() for name, tensor in export(model.module, model.architecture)}
+    stored = Checkpoint(folder)
+    assert set(exported) == stored.names
+    for name, tensor in exported.items():
+        assert torch.equal(tensor.to(stored[name].dtype), stored[name]), name
+
+
+def test_padded_rows_equal_packed_rows(tmp_path: Path, megatron_groups: None) -> None:
+    folder = save_tiny_llama(tmp_path / "hf")
+    with megatron_device(), torch.no_grad():
+        model = load_model(folder, torch.float32)
+        sequences = random_sequences(model.architecture.vocab, [(5, 11), (3, 20), (9, 2)])
+        hidden = [
+            select_rows(forward(model.module, micro), micro)
+            for micro in (
+                pack(sequences, MicroBatchPlan((0, 1, 2), 69), padding_free=packed, pad_multiple=multiple)
+                for packed, multiple in [(True, 1), (False, 1), (True, 8)]
+            )
+        ]
+    torch.testing.assert_close(hidden[0], hidden[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(hidden[0], hidden[2], rtol=1e-5, atol=1e-6)
+
+
+# ---- the training step ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tied student and another teacher of the same vocabulary."""
+    folder = tmp_path_factory.mktemp("pair")
+    student = save_tiny_llama(folder / "student", tied=True, layers=2, seed=1)
+    return student, save_tiny_llama(folder / "teacher", layers=3, seed=2)
+
+
+def fresh_trainer(pair: tuple[Path, Path], **kwargs: object) -> MegatronTrainer:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+    return MegatronTrainer(trainer_setup(*pair, **kwargs))
+
+
+LENGTHS = [(4, 12), (7, 5), (3, 21), (6, 6), (5, 9), (8, 17)]
+
+
+def gradients_of(trainer: MegatronTrainer, micro_batch_tokens: int, padding_free: bool) -> tuple[float, dict]:
+    sequences = random_sequences(trainer.student.architecture.vocab, LENGTHS)
+    experience = experience_of(sequences, micro_batch_tokens=micro_batch_tokens, padding_free=padding_free)
+    trainer.score(sequences, experience.minibatches)
+    totals = trainer.accumulate_gradients(sequences, experience.minibatches[0])
+    gradients = {name: p.main_grad.clone() for name, p in trainer.student.module.named_parameters()}
+    return totals.means()["train/loss"], gradients, len(experience.minibatches[0].plan.ranks[0])
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_tokens", "padding_free", "micro_batches"),
+    [(64, True, 2), (30, True, 4), (4096, False, 1), (80, False, 2), (50, False, 3)],
+)
+def test_loss_and_gradient_do_not_depend_on_micro_batches(
+    pair: tuple[Path, Path], micro_batch_tokens: int, padding_free: bool, micro_batches: int
+) -> None:
+    trainer = fresh_trainer(pair)
+    loss, gradients, count = gradients_of(trainer, 4096, True)
+    assert count == 1
+    split_loss, split_gradients, split_count = gradients_of(trainer, micro_batch_tokens, padding_free)
+    assert split_count == micro_batches
+    assert split_loss == pytest.approx(loss, rel=1e-5)
+    for name, gradient in gradients.items():
+        assert (split_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_loss_and_step_equal_a_dense_transformers_step(pair: tuple[Path, Path]) -> None:
+    """The whole step (teacher scores, divergence, weights, AdamW, clipping) against ten lines of transformers."""
+    trainer = fresh_trainer(pair, k=8, beta=0.5)
+    sequences = random_sequences(trainer.student.architecture.vocab, LENGTHS)
+    experience = experience_of(sequences, micro_batch_tokens=40)
+    trainer.score(sequences, experience.minibatches)
+    metrics = trainer.train(experience)
+
+    student, teacher = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in pair)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    total, count = 0.0, int(sequences.response_lengths.sum())
+    for tokens, prompt_length in zip(sequences.rows(), sequences.prompt_lengths, strict=True):
+        ids = torch.from_numpy(tokens).long()[None]
+        s = student(ids).logits[0, prompt_length - 1 : -1].log_softmax(-1)
+        with torch.no_grad():
+            t = teacher(ids).logits[0, prompt_length - 1 : -1].log_softmax(-1)
+        top = t.topk(8, -1)
+        p = torch.cat([top.values.exp(), 1 - top.values.exp().sum(-1, keepdim=True)], -1)
+        q = s.gather(-1, top.indices).exp()
+        q = torch.cat([q, 1 - q.sum(-1, keepdim=True)], -1)
+        m = 0.5 * p + 0.5 * q
+        total = total + 0.5 * (p * (p / m).log()).sum() + 0.5 * (q * (q / m).log()).sum()
+    loss = total / count
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+    optimizer.step()
+
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["train/divergence"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    stepped = dict(export(trainer.student.module, trainer.student.architecture))
+    before = Checkpoint(pair[0])
+    for name, parameter in student.named_parameters():
+        moved = (parameter.detach() - before[name]).norm()
+        assert (stepped[name] - parameter.detach()).norm() <= 1e-3 * moved, name
+
+
+def test_student_equal_to_teacher_has_no_divergence_and_no_gradient(pair: tuple[Path, Path]) -> None:
+    for beta in (0.0, 0.5, 1.0):
+        trainer = fresh_trainer((pair[1], pair[1]), beta=beta)
+        sequences = random_sequences(trainer.student.architecture.vocab, LENGTHS)
+        experience = experience_of(sequences)
+        trainer.score(sequences, experience.minibatches)
+        metrics = trainer.train(experience)
+        assert abs(metrics["train/divergence"]) < 1e-6
+        assert metrics["train/grad_norm"] < 1e-4
+        kl = trainer.evaluate(sequences, experience.minibatches[0].plan)
+        if beta == 0.0:
+            assert abs(kl["eval/forward_kl"]) < 1e-5
+
+
+def test_scores_of_other_samples_are_refused(pair: tuple[Path, Path]) -> None:
+    from rlhf.errors import MisalignedScores
+
+    trainer = fresh_trainer(pair)
+    sequences = random_sequences(trainer.student.architecture.vocab, LENGTHS)
+    experience = experience_of(sequences)
+    with pytest.raises(MisalignedScores, match="sample 100 needs 12 rows of teacher scores, there are none"):
+        trainer.train(experience)
+
+
+def test_saved_checkpoint_is_loaded_by_transformers(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    trainer = fresh_trainer(pair)
+    sequences = random_sequences(trainer.student.architecture.vocab, LENGTHS)
+    experience = experience_of(sequences)
+    trainer.score(sequences, experience.minibatches)
+    trainer.train(experience)
+    trainer.save(tmp_path / "saved")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    assert model.dtype is torch.float32
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+    tokens = torch.from_numpy(np.concatenate(list(sequences.rows())[:1])).long()[None]
+    with torch.no_grad(), megatron_device():
+        micro = pack(sequences, MicroBatchPlan((0,), 16), padding_free=True)
+        ours = trainer.student.head(trainer.student.hidden_rows(micro)).logits()
+    with torch.no_grad():
+        theirs = model(tokens).logits[0, sequences.prompt_lengths[0] - 1 : -1]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_learning_rate_warms_up_and_norms_are_not_decayed(pair: tuple[Path, Path]) -> None:
+    from rlhf.config.train import Train
+
+    setup_train = Train(lr=1e-3, warmup_steps=4, weight_decay=0.1)
+    trainer = fresh_trainer(pair, train=setup_train)
+    sequences = random_sequences(trainer.student.architecture.vocab, LENGTHS)
+    rates = []
+    for step in range(1, 7):
+        experience = experience_of(sequences, step=step)
+        trainer.score(sequences, experience.minibatches)
+        rates.append(trainer.train(experience)["train/lr"])
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
+    decay = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    for name, parameter in trainer.student.module.named_parameters():
+        assert decay[id(parameter)] == (0.0 if "norm" in name else 0.1), name
+
+
