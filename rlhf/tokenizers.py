@@ -21,7 +21,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(folder)
-    # Without these files transformers makes an empty tokenizer for some model types instead of failing.
+    # Checked here because transformers' own error speaks of missing packages.
     if not any(
         any(folder.glob(pattern)) for pattern in ("tokenizer.json", "*.model", "vocab.*", "tokenizer_config.json")
     ):

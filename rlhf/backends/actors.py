@@ -9,7 +9,8 @@ from typing import Any
 import ray
 
 from rlhf.backends.cluster import RayCluster, RayFuture, wait_for
-from rlhf.backends.megatron.architecture import Architecture
+from rlhf.backends.megatron.setup import TrainerSetup
+from rlhf.backends.vllm.setup import EngineSetup
 from rlhf.types import BatchPlan, Experience, Metrics, MiniBatch, Prompts, Rollouts, Sequences
 
 BUCKET_BYTES = 256 * 2**20
@@ -79,7 +80,7 @@ ENGINE_ENVIRONMENT = {
 class RayTrainer:
     """Driver's handle on the trainer processes; implements `Trainer` and, for a colocated teacher, `Scorer`."""
 
-    def __init__(self, cluster: RayCluster, setup: Any, share: float) -> None:
+    def __init__(self, cluster: RayCluster, setup: TrainerSetup, share: float) -> None:
         train = setup.train
         self.data_parallel = train.gpus // train.tensor_parallel
         self.version = 0
@@ -115,7 +116,7 @@ class RayTrainer:
 class RayEngine:
     """Driver's handle on the engine process; implements `Engine`."""
 
-    def __init__(self, cluster: RayCluster, setup: Any, share: float) -> None:
+    def __init__(self, cluster: RayCluster, setup: EngineSetup, share: float) -> None:
         actor = cluster.actor(EngineActor, bundle=0, share=share, environment=ENGINE_ENVIRONMENT)
         self.actor = actor.remote(setup)
 
@@ -132,9 +133,3 @@ class RayEngine:
         reference = self.actor.generate.remote(prompts, version, greedy)
         return RayFuture("engine", [reference], lambda results: results[0])
 
-
-def read_architecture(folder: Path, where: str) -> Architecture:
-    """The driver's look at a checkpoint before anything starts."""
-    from rlhf.assets import read_config
-
-    return Architecture.from_config(read_config(folder), where)

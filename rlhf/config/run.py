@@ -28,6 +28,8 @@ class RunSection:
     dir: str = "outputs/${run.name}"
     """Folder of the run: configuration, metrics, checkpoints, summary; from where the command is started.
     Jobs of a sweep (-m) get folders of their own under multirun/ instead."""
+    overwrite: bool = False
+    """Delete what an earlier run of the same name left in the folder; false refuses to start there."""
     steps: int = 16
     """Optimizer steps."""
     seed: int = 0

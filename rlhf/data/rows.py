@@ -60,7 +60,7 @@ def parse_row(raw: Any, where: str, index: int) -> Row | BadRow:
             raise _Bad("no message before the final assistant message")
         last = messages[-1]
         if last["role"] not in ("user", "tool"):
-            raise _Bad(f"the conversation ends with a {last['role']} message, expected user or tool")
+            raise _Bad(f"the conversation ends with role {last['role']}, expected user or tool")
         if not last["content"].strip():
             raise _Bad("empty prompt")
     except _Bad as bad:

@@ -23,10 +23,10 @@ class PromptTable:
     """
 
     tokens: Int32[np.ndarray, " T"]
-    offsets: Int64[np.ndarray, "n+1"]
+    offsets: Int64[np.ndarray, " n+1"]
     response_tokens: Int32[np.ndarray, " R"]
     """Each response ends with EOS, so a row of no tokens is a row without a response."""
-    response_offsets: Int64[np.ndarray, "n+1"]
+    response_offsets: Int64[np.ndarray, " n+1"]
     truncated: Bool[np.ndarray, " n"]
     """The prompt was longer than data.max_length and has been cut."""
     wheres: tuple[str, ...]

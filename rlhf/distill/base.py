@@ -1,8 +1,9 @@
-"""What every option of the group `distill` offers: scores from a teacher's head, a divergence from a student's head and scores.
+"""What every option of `distill` offers: scores from a teacher's head, a divergence from a student's head and scores.
 
 Scores are kept a sample at a time (response rows only) and joined a micro-batch at a time:
 
-    teacher_head ──score──► Scores ──scores[rows]──► stored by sample id ──concat──► divergence(student_head, scores) ──► RowLosses
+    teacher_head ──score──► Scores ──scores[rows]──► stored by sample id ──concat──► Scores of a micro-batch
+    student_head + Scores ──divergence──► RowLosses
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Scores(Protocol):
 
     def to(self, device: torch.device | str) -> Self: ...
 
-    @staticmethod
-    def concat(parts: Sequence[Self]) -> Self:
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
         """The rows of all parts, in order; at least one part."""
         ...
 

@@ -17,7 +17,7 @@ from rlhf.losses.heads import VocabHead
 
 @dataclass(frozen=True, eq=False)
 class HiddenScores:
-    """The teacher's final hidden rows, in its own dtype. Never rows x vocabulary: the head is put on again at loss time."""
+    """The teacher's final hidden rows, in its own dtype. Never rows x vocabulary: the loss puts the head on again."""
 
     hidden: Float[Tensor, "rows H"]
 
@@ -31,8 +31,8 @@ class HiddenScores:
     def to(self, device: torch.device | str) -> HiddenScores:
         return HiddenScores(self.hidden.to(device))
 
-    @staticmethod
-    def concat(parts: Sequence[HiddenScores]) -> HiddenScores:
+    @classmethod
+    def concat(cls, parts: Sequence[HiddenScores]) -> HiddenScores:
         return HiddenScores(torch.cat([part.hidden for part in parts]))
 
 

@@ -37,7 +37,8 @@ class TopKDistill:
         vocabulary = teacher_head.vocabulary
         if self.k > vocabulary:
             raise ConfigError(
-                f"distill.k={self.k} exceeds the vocabulary of {vocabulary} tokens; write distill.k={vocabulary} or less"
+                f"distill.k={self.k} exceeds the vocabulary of {vocabulary} tokens; "
+                f"write distill.k={vocabulary} or less"
             )
         starts = range(0, max(len(teacher_head), 1), CHUNK_ROWS)
         return TopKScores.concat([self._score(teacher_head.select(slice(at, at + CHUNK_ROWS))) for at in starts])

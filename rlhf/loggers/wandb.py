@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ def check(spec: Logger) -> None:
         raise ConfigError(
             "logger=wandb needs the package wandb: pip install wandb, or choose another logger"
         ) from error
-    setup(_settings(spec))
+    with _own_hooks():
+        setup(_settings(spec))
     if spec.wandb_mode is WandbMode.offline:
         return
     remedy = "run `wandb login` first, or write logger.wandb_mode=offline"
@@ -42,24 +45,21 @@ class Wandb:
         check(spec)
         from wandb import Error, init
 
-        hooks = sys.exit, sys.excepthook
         try:
-            self._run = init(
-                project=spec.wandb_project,
-                entity=spec.wandb_entity,
-                name=run_name,
-                config=config,
-                dir=run_dir,
-                mode=spec.wandb_mode.value,
-                settings=_settings(spec),
-            )
+            with _own_hooks():
+                self._run = init(
+                    project=spec.wandb_project,
+                    entity=spec.wandb_entity,
+                    name=run_name,
+                    config=config,
+                    dir=run_dir,
+                    mode=spec.wandb_mode.value,
+                    settings=_settings(spec),
+                )
         except Error as error:
             raise ConfigError(
                 f"logger=wandb: {one_line(error)}; mend it, or write logger.wandb_mode=offline"
             ) from error
-        finally:
-            # The client learns from these whether the run failed; `close` says so instead, and tracebacks stay single.
-            sys.exit, sys.excepthook = hooks
         # Our own axis instead of W&B's counter, which refuses a second line for the same step.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -72,7 +72,23 @@ class Wandb:
 
     def close(self) -> None:
         """Also while an exception passes by; W&B then shows the run as failed."""
+        from wandb import teardown
+
         self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
+        teardown()  # what `setup` started; only then is everything on the disk
+
+
+@contextmanager
+def _own_hooks() -> Iterator[None]:
+    """Keeps `sys.exit` and `sys.excepthook` as they are.
+
+    The client replaces both, to learn whether the run failed, and then prints tracebacks; `Wandb.close` tells it.
+    """
+    hooks = sys.exit, sys.excepthook
+    try:
+        yield
+    finally:
+        sys.exit, sys.excepthook = hooks
 
 
 def _settings(spec: Logger) -> Any:

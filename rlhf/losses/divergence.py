@@ -1,13 +1,13 @@
 """Divergences between a teacher's and a student's next-token distributions, one loss a row.
 
-    JSD_beta(T||S) = beta*KL(T||M) + (1-beta)*KL(S||M),  M = beta*T + (1-beta)*S       (GKD, arXiv 2306.13649, equation 1)
+    JSD_beta(T||S) = beta*KL(T||M) + (1-beta)*KL(S||M),  M = beta*T + (1-beta)*S
 
-with the limits special-cased: beta=0 is KL(T||S) (forward), beta=1 is KL(S||T) (reverse).
+(GKD, arXiv 2306.13649, equation 1). The limits are special-cased: beta=0 is KL(T||S), forward; beta=1 is KL(S||T), reverse.
 
 Layers, from the inside out: `generalised_jsd` on log-probabilities; `topk_rows` and `full_rows` on dense logits;
 `topk_divergence`, `full_divergence` and `forward_and_reverse_kl` on heads, a chunk of rows at a time.
 
-Arithmetic is fp32 (float64 stays float64). Minus infinity is replaced before any arithmetic, so `0 * inf` never happens.
+Arithmetic is fp32 (float64 stays float64). Minus infinity is replaced before any arithmetic, never met as `0 * inf`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ CHUNK_ROWS = 512
 """Rows projected at a time: one fp32 copy of 512 x 151,936 logits is 311 MB, and a chunk holds about five."""
 
 LOG_ZERO = -1e6
-"""Log-probabilities from here down are impossible outcomes. Finite, so that products with a zero probability stay zero."""
+"""Log-probabilities from here down are impossible outcomes. Finite, so that a product with probability zero is zero."""
+
+IMPOSSIBLE = -100.0
+"""What log Q counts as in KL(P||Q) where Q = 0 < P and the KL is infinite: below nearly every fp32 probability.
+
+Leaving such an outcome out instead would make it a refuge: reverse KL would then push the student's mass into it.
+"""
 
 TAIL_FLOOR = 32 * torch.finfo(torch.float32).eps
 """3.8e-6: the teacher's tail is 1 minus the sum of k rounded probabilities, and below this it is mostly rounding."""
@@ -41,17 +47,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class TopKScores:
-    """The teacher's k most likely tokens at each row. Rows can be sliced and joined: scores are stored a sample at a time.
+    """The teacher's k most likely tokens at each row. Sliceable and joinable: scores are stored a sample at a time.
 
     Example: k=2, two rows, T=1: ids `[[7, 3], [1, 0]]`, logprobs `[[-0.1, -2.5], [-0.7, -0.8]]`, log_normaliser None.
     """
 
     ids: Int[Tensor, "rows k"]
-    """Distinct within a row. An id outside the student's vocabulary, or one with log-probability -inf, fills an unused place."""
+    """Distinct within a row. A slot is unused if its id is outside the student's vocabulary or its logprob is -inf."""
     logprobs: Float32[Tensor, "rows k"]
     """At temperature 1, normalised over the teacher's whole vocabulary, whatever `distill.temperature` is."""
     log_normaliser: Float32[Tensor, " rows"] | None = None
-    """logsumexp over the vocabulary of log-probability / temperature, so that the log-probability at that temperature is
+    """logsumexp over the vocabulary of log-probability / temperature, so that log-probabilities at that temperature are
     `logprobs / temperature - log_normaliser`. None: temperature 1 (where it is zero), or a teacher that can't tell."""
 
     def __len__(self) -> int:
@@ -66,8 +72,8 @@ class TopKScores:
         normaliser = None if self.log_normaliser is None else self.log_normaliser.to(device)
         return TopKScores(self.ids.to(device), self.logprobs.to(device), normaliser)
 
-    @staticmethod
-    def concat(parts: Sequence[TopKScores]) -> TopKScores:
+    @classmethod
+    def concat(cls, parts: Sequence[TopKScores]) -> TopKScores:
         """The rows of all parts, in order; either all of them have a log_normaliser or none has."""
         normalisers = [part.log_normaliser for part in parts if part.log_normaliser is not None]
         assert len(normalisers) in (0, len(parts)), "scores with and without a log_normaliser can't be joined"
@@ -117,12 +123,13 @@ def generalised_jsd(
     """`JSD_beta(T||S)` a row (GKD, arXiv 2306.13649, equation 1); beta=0: KL(T||S), beta=1: KL(S||T).
 
     Args:
-        normalised: both sides have the same mass in every row. The KLs are then summed as `p*log(p/q) - p + q`, which has the same
-            sum and gradient but no negative term, so rounding can't make a row negative. False: `p*log(p/q)` as it is,
-            which may be negative. For 0 < beta < 1 both are the same: the extra terms cancel outcome by outcome.
+        normalised: both sides have the same mass in every row. The KLs are then summed as `p*log(p/q) - p + q`, which
+            has the same sum and gradient but no negative term, so rounding can't make a row negative. False:
+            `p*log(p/q)` as it is, which may be negative. For 0 < beta < 1 both are the same: the extra terms cancel
+            outcome by outcome.
 
-    An outcome that is -inf on both sides contributes exactly 0, in value and in gradient. -inf on one side is exact wherever the
-    divergence is finite; where it isn't (KL(P||Q) at Q=0 < P) the outcome is left out and again contributes exactly 0.
+    An outcome that is -inf on both sides contributes exactly 0, in value and in gradient. -inf on one side is exact
+    wherever the divergence is finite; where it isn't (KL(P||Q) at Q = 0 < P), log Q counts as `IMPOSSIBLE`.
     """
     student = at_least_float32(student_logprobs).clamp(min=LOG_ZERO)
     teacher = at_least_float32(teacher_logprobs).clamp(min=LOG_ZERO)
@@ -144,12 +151,11 @@ def _log_mixture(log_weight: float, log_other_weight: float, log_ratio: Tensor) 
 
 
 def _kl(p: Float[Tensor, "rows n"], q: Float[Tensor, "rows n"], normalised: bool) -> Float[Tensor, " rows"]:
-    """KL(P||Q) a row, of finite log-probabilities; P > 0 = Q is left out."""
-    terms = p.exp() * (p - q)
+    """KL(P||Q) a row, of log-probabilities that are finite: `LOG_ZERO` stands for -inf."""
+    terms = p.exp() * (p - q.masked_fill(q <= LOG_ZERO, IMPOSSIBLE))
     if normalised:
         terms = terms - p.exp() + q.exp()
-    infinite = (q <= LOG_ZERO) & (p > LOG_ZERO)
-    return terms.masked_fill(infinite, 0.0).sum(dim=-1)
+    return terms.sum(dim=-1)
 
 
 # ---- on dense logits
@@ -163,11 +169,11 @@ def topk_rows(
     The mass outside the k tokens:
 
     - `renormalise`: both sides are softmaxed over the k tokens, exact at any temperature.
-    - `bucket`: it is one more outcome on both sides. At k = V there is none, and the result is `full_rows`. Where the teacher's
-      tail is below `TAIL_FLOOR`, what is missing to the floor is added to the tails of *both* sides: the masses stay equal, so
-      the divergence is never negative and is zero at S = T; it is smooth in the student; the reverse KL costs the student
-      at most log(1/TAIL_FLOOR) = 12.5 nats of tail mass instead of infinity; and the tail never leaves the loss, because
-      without it reverse KL is lowest where the student flees into it (PR verl#5041). All other rows are exact.
+    - `bucket`: it is one more outcome on both sides. At k = V there is none, and the result is `full_rows`. Where the
+      teacher's tail is below `TAIL_FLOOR`, what is missing to the floor is added to the tails of *both* sides. So the
+      masses stay equal, and the divergence is zero at S = T, never negative, and smooth in the student. A unit of
+      student tail then costs reverse KL at most log(1/TAIL_FLOOR) = 12.5 nats instead of infinity. The tail never
+      leaves the loss: without it reverse KL is lowest where the student flees into it (PR verl#5041).
     - `drop`: the k terms as they are, each with its full normaliser; may be negative (verl#7856).
 
     A slot the teacher has left unused (see `TopKScores.ids`) belongs to the tail.
@@ -196,7 +202,7 @@ def topk_rows(
     if ids.shape[1] == vocabulary:
         return generalised_jsd(student, teacher_logprobs, beta)
 
-    # By logsumexp over the complement: 1 - sum(p) would be rounding only once the student is peaked, with a useless gradient.
+    # By logsumexp over the complement: once the student is peaked, 1 - sum(p) would be nothing but rounding.
     student_tail = every_student_logprob.masked_fill(_inside(ids, alive, vocabulary), 2 * LOG_ZERO).logsumexp(-1)
     teacher_tail = -torch.expm1(teacher_logprobs.logsumexp(-1).clamp(max=0.0))
     missing = (TAIL_FLOOR - teacher_tail).clamp(min=0.0)
@@ -357,11 +363,11 @@ def forward_and_reverse_kl(
 
 
 def _in_chunks(of_rows: Callable[[slice], Result], rows: int, chunk_rows: int) -> list[Result]:
-    """`of_rows` of each slice of rows; one empty slice when there are none, so that the graph reaches the head all the same.
+    """`of_rows` of each slice of rows; of one empty slice when there are none, so that the graph still has the head.
 
     Memory: with several chunks, nothing of a chunk outlives its forward pass but the result; backward projects the
-    chunk again. So the peak is one chunk's logits, for one more matmul with the head. Rows don't see each other, so the loss
-    doesn't depend on chunking; the head's gradient is a sum over chunks, taken in the weight's dtype.
+    chunk again. So the peak is one chunk's logits, for one more matmul with the head. Rows don't see each other, so the
+    loss doesn't depend on chunking; the head's gradient is a sum over chunks, taken in the weight's dtype.
     """
     slices = [slice(start, start + chunk_rows) for start in range(0, max(rows, 1), chunk_rows)]
     if len(slices) == 1 or not torch.is_grad_enabled():

@@ -1,7 +1,8 @@
 """`VocabHead`: hidden rows with the LM head that would turn them into logits. Losses take heads, never logits.
 
-Why: at 8,192 tokens and a vocabulary of 151,936 the fp32 logits alone are 5 GB a copy. With the head in hand a loss decides itself
-how many rows it projects at a time, and a fused or vocabulary-parallel form can replace the dense one behind the same interface.
+Why: at 8,192 tokens and a vocabulary of 151,936 the fp32 logits alone are 5 GB a copy. With the head in hand a loss
+decides itself how many rows it projects at a time, and a fused or vocabulary-parallel form can replace the dense one
+behind the same interface.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from rlhf.errors import ConfigError, ModelError
 
 
-def at_least_float32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def at_least_float32(values: Float[Tensor, "rows n"]) -> Float[Tensor, "rows n"]:
     """Loss arithmetic is fp32; float64 stays float64, so that gradients can be checked numerically."""
     return values if values.dtype == torch.float64 else values.float()
 

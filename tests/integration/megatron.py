@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from rlhf.algos.gkd import GKDObjective
+from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.batching import plan_batch, token_mean_weights
 from rlhf.config.distill import Tail
 from rlhf.config.train import Train
@@ -45,9 +46,7 @@ def objective(k: int = 8, beta: float = 0.5, tail: Tail = Tail.bucket) -> GKDObj
     return GKDObjective(beta=beta, distill=TopKDistill(k=k, tail=tail, temperature=1.0), sampler_temperature=1.0)
 
 
-def trainer_setup(student: Path, teacher: Path, train: Train | None = None, **kwargs: object):
-    from rlhf.backends.megatron.trainer import TrainerSetup
-
+def trainer_setup(student: Path, teacher: Path, train: Train | None = None, **kwargs: object) -> TrainerSetup:
     return TrainerSetup(
         student=student,
         teacher=teacher,

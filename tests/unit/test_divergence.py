@@ -124,7 +124,7 @@ def test_whole_vocabulary_as_top_k_is_the_full_divergence(beta, temperature, tai
     loss, gradient = value_and_gradient(lambda x: topk_rows(x, scores, beta, temperature, tail), logits)
     full_loss, full_gradient = value_and_gradient(lambda x: full_rows(x, teacher_logits, beta, temperature), logits)
     torch.testing.assert_close(loss, full_loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, full_gradient, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(gradient, full_gradient, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -165,7 +165,8 @@ def test_limits_are_the_two_kls_and_the_middle_is_symmetric():
     torch.testing.assert_close(generalised_jsd(teacher, student, 1), forward)
     torch.testing.assert_close(generalised_jsd(student, teacher, 0.3), generalised_jsd(teacher, student, 0.7))
     # JSD_beta / beta tends to the forward KL.
-    torch.testing.assert_close(generalised_jsd(student, teacher, 1e-3) / 1e-3, forward, rtol=0.02, atol=0)
+    small_beta = generalised_jsd(student.double(), teacher.double(), 1e-6) / 1e-6
+    torch.testing.assert_close(small_beta.float(), forward, rtol=1e-3, atol=0)
 
 
 def test_unnormalised_rows_are_summed_as_they_are():
@@ -198,11 +199,11 @@ def test_student_equal_to_teacher_has_no_loss_and_no_gradient(spread, beta, temp
 
 
 def peaked_pairs(gap):
-    """A teacher certain of token 0, and students that agree, are flat, are certain of another token, or are merely sure."""
-    teacher = torch.zeros(4, VOCABULARY)
+    """A teacher certain of token 0; students that agree, are flat, are certain of another token, or only fairly sure."""
+    teacher = -0.01 * torch.arange(VOCABULARY).repeat(4, 1)  # no ties: the top 8 are tokens 0 to 7
     teacher[:, 0] = gap
     student = torch.zeros(4, VOCABULARY)
-    student[0, 0] = gap
+    student[0] = teacher[0]
     student[2, 5] = gap
     student[3, 0] = 5.0
     return student, teacher
@@ -242,18 +243,20 @@ def test_floored_bucket_stays_close_to_the_exact_one(gap, beta):
 
 
 def test_peaked_teacher_in_reverse_charges_the_tail_by_the_floor():
-    """Exact reverse KL is gap * student tail, without bound in the gap; ours is bounded and still grows with the tail."""
+    """Exact reverse KL has no bound in the gap; ours is bounded, and still pushes the student out of the tail."""
     student = torch.zeros(3, VOCABULARY)
     student[:, 8:] = torch.tensor([[-5.0], [0.0], [5.0]])  # ever more mass outside the top 8
     _, teacher_logits = peaked_pairs(100.0)
     scores = scores_of(teacher_logits[:3], 8)
     only_tail = student.clone()
     only_tail[:, :8] = -50.0
-    loss, gradient = value_and_gradient(lambda x: topk_rows(x, scores, 1, 1.0, Tail.bucket), only_tail)
-    torch.testing.assert_close(loss, torch.full((3,), -math.log(TAIL_FLOOR) - 1 + 1 + TAIL_FLOOR), rtol=1e-4, atol=1e-4)
+    loss = topk_rows(only_tail, scores, 1, 1.0, Tail.bucket)
+    torch.testing.assert_close(loss, torch.full((3,), -math.log(TAIL_FLOOR)), rtol=1e-4, atol=1e-4)
+    # A student that shares its mass between the teacher's token and the tail.
+    student[:, 1:8] = -50.0
     loss, gradient = value_and_gradient(lambda x: topk_rows(x, scores, 1, 1.0, Tail.bucket), student)
-    assert gradient[0, 0] < 0, "the teacher's token is pushed up"
-    assert (gradient[0, 8:] > -1e-6).all()
+    assert (loss.diff() > 0).all()
+    assert (gradient[:, 0] < 0).all() and (gradient[:, 8:] > 0).all()
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -322,18 +325,19 @@ def test_masked_log_probabilities_contribute_exactly_zero(beta, normalised):
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_outcome_impossible_on_one_side(beta, side):
-    """Exact where the textbook is finite; where it is infinite: finite, not negative, smallest at the teacher."""
+    """Exact where the textbook is finite; where it is infinite, impossible counts as e^-100 and the student leaves it."""
     logits, teacher_logits = random_logits(1), random_logits(2)
     (logits if side == "student" else teacher_logits)[:, 4] = -math.inf
     loss, gradient = value_and_gradient(lambda x: full_rows(x, teacher_logits, beta, 1.0), logits)
     assert loss.isfinite().all() and gradient.isfinite().all() and (loss > 0).all()
-    expected, expected_gradient = value_and_gradient(
-        lambda x: textbook_topk(x, teacher_logits.double(), beta, 1.0, None, None), logits.double()
-    )
+    expected = textbook_topk(logits.double(), teacher_logits.double(), beta, 1.0, None, None)
     infinite = (beta == 0 and side == "student") or (beta == 1 and side == "teacher")
     assert expected.isinf().all() == infinite
     if not infinite:
         torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-6)
+    if infinite:
+        almost = [x.double().softmax(-1).clamp(min=math.exp(-100)) for x in (logits, teacher_logits)]
+        torch.testing.assert_close(loss, textbook(*almost, beta).float(), rtol=1e-5, atol=1e-6)
     if side == "teacher" and infinite:
         assert (gradient[:, 4] > 0).all(), "mass on the impossible token is pushed down"
     if side == "student":

@@ -33,7 +33,7 @@ def summary_of(run_dir):
 
 
 def shown(summary, width=80):
-    console = rich.console.Console(file=io.StringIO(), width=width)
+    console = rich.console.Console(file=io.StringIO(), force_terminal=False, width=width)
     show(summary, console)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 

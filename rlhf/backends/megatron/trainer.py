@@ -20,28 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf.algos.objective import Objective, RowBatch, Totals
+from rlhf.algos.objective import RowBatch, Totals
 from rlhf.assets import read_config
 from rlhf.backends.megatron import layers, weights
 from rlhf.backends.megatron.architecture import Architecture
 from rlhf.backends.megatron.device import megatron_device
+from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.batching import MicroBatch, pack
-from rlhf.config.train import Train
 from rlhf.errors import MisalignedScores
 from rlhf.losses.divergence import forward_and_reverse_kl
 from rlhf.losses.heads import VocabHead
 from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Sequences
-
-
-@dataclass(frozen=True)
-class TrainerSetup:
-    """What a trainer process is started with; plain data, so that it travels."""
-
-    student: Path
-    teacher: Path | None
-    train: Train
-    objective: Objective
-    seed: int
 
 
 @dataclass

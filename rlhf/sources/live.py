@@ -1,0 +1,88 @@
+"""The live source: the student's own samples, made with the weights it has now.
+
+    sync weights ► (evaluate) ► generate ► score ► Experience
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rlhf.config.rollout import VllmRollout
+from rlhf.data.cursor import EpochCursor
+from rlhf.data.table import PromptTable
+from rlhf.roles.protocols import Engine, Scorer, Trainer
+from rlhf.sources.evaluation import Evaluator
+from rlhf.sources.requests import prompts_of
+from rlhf.types import Experience, Metrics, MiniBatch, Rollouts, Sequences
+
+
+@dataclass
+class LiveSource:
+    """Yields one Experience a step. Weights go to the engine before every generation, so that a fresh start, a resume
+    and a woken engine are one case; after the last step they go once more, for the last evaluation."""
+
+    trainer: Trainer
+    scorer: Scorer
+    engine: Engine
+    evaluator: Evaluator
+    table: PromptTable
+    cursor: EpochCursor
+    make_minibatches: Callable[[Sequences], tuple[MiniBatch, ...]]
+    rollout: VllmRollout
+    batch_samples: int
+    steps: int
+    seed: int
+    phase: Callable[[str], None]
+    """Told what is going on, for the progress bar."""
+
+    def __iter__(self) -> Iterator[Experience]:
+        for step in range(1, self.steps + 1):
+            seconds: Metrics = {}
+            version = self._sync(seconds)
+            with self._timed("eval", seconds):
+                self.evaluator.after_step(step - 1, version)
+            with self._timed("rollout", seconds):
+                prompts = prompts_of(self.table, self.cursor.take(self.batch_samples), seed=self.seed, step=step)
+                rollouts = self.engine.generate(prompts, version).result()
+            minibatches = self.make_minibatches(rollouts.sequences)
+            with self._timed("score", seconds):
+                self.scorer.score(rollouts.sequences, minibatches).result()
+            self.phase("train")
+            yield Experience(
+                step=step,
+                version=rollouts.version,
+                sequences=rollouts.sequences,
+                minibatches=minibatches,
+                metrics={**seconds, **describe(rollouts)},
+            )
+        seconds = {}
+        version = self._sync(seconds)
+        with self._timed("eval", seconds):
+            self.evaluator.after_step(self.steps, version)
+
+    def _sync(self, seconds: Metrics) -> int:
+        """Give the engine the trainer's weights -> their version."""
+        with self._timed("sync", seconds):
+            return self.engine.update_weights(self.trainer.buckets(self.rollout.dtype.value)).result()
+
+    @contextmanager
+    def _timed(self, name: str, seconds: Metrics) -> Iterator[None]:
+        self.phase(name)
+        started = time.perf_counter()
+        yield
+        seconds[f"time/{name}"] = time.perf_counter() - started
+
+
+def describe(rollouts: Rollouts) -> Metrics:
+    """Lengths of a batch of rollouts, in tokens."""
+    sequences = rollouts.sequences
+    return {
+        "rollout/response_tokens_mean": float(sequences.response_lengths.mean()),
+        "rollout/response_tokens_max": float(sequences.response_lengths.max()),
+        "rollout/prompt_tokens_mean": float(sequences.prompt_lengths.mean()),
+        "rollout/finished_share": float(rollouts.finished.mean()),
+        "rollout/weight_version": float(rollouts.version),
+    }
