@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf.config.distill import Tail, TopK
 from rlhf.distill.base import TeacherHeadOf
 from rlhf.errors import ConfigError
-from rlhf.losses.divergence import CHUNK_ROWS, RowLosses, TopKScores, topk_divergence
+from rlhf.losses.divergence import CHUNK_ROWS, RowLosses, TopKScores, log_probs, topk_divergence
 from rlhf.losses.heads import VocabHead
 
 
@@ -44,7 +44,7 @@ class TopKDistill:
         return TopKScores.concat([self._score(teacher_head.select(slice(at, at + CHUNK_ROWS))) for at in starts])
 
     def _score(self, teacher_head: VocabHead) -> TopKScores:
-        every_logprob = teacher_head.logits().log_softmax(-1)
+        every_logprob = log_probs(teacher_head.logits())
         logprobs, ids = every_logprob.topk(self.k, dim=-1)
         log_normaliser = None
         if self.temperature != 1:

@@ -2,7 +2,7 @@
 
     JSD_beta(T||S) = beta*KL(T||M) + (1-beta)*KL(S||M),  M = beta*T + (1-beta)*S
 
-(GKD, arXiv 2306.13649, equation 1). The limits are special-cased: beta=0 is KL(T||S), forward; beta=1 is KL(S||T), reverse.
+(GKD, arXiv 2306.13649, equation 1). Special-cased: beta=0 is KL(T||S) (forward), beta=1 is KL(S||T) (reverse).
 
 Layers, from the inside out: `generalised_jsd` on log-probabilities; `topk_rows` and `full_rows` on dense logits;
 `topk_divergence`, `full_divergence` and `forward_and_reverse_kl` on heads, a chunk of rows at a time.
@@ -114,6 +114,18 @@ class RowLosses:
 # ---- on log-probabilities
 
 
+def log_probs(logits: Float[Tensor, "rows V"], temperature: float = 1.0) -> Float[Tensor, "rows V"]:
+    """log softmax(logits / temperature).
+
+    Not `torch.log_softmax`: on the CPU it adds exp(logit - max) one by one in fp32, and beside a likely token 150,000
+    others round away (log-probabilities wrong by 1e-4). `logsumexp` adds in pairs.
+    """
+    scaled = logits if temperature == 1 else logits / temperature
+    # The maximum first: at logits around 200 the normaliser alone would round to 1e-5.
+    shifted = scaled - scaled.detach().amax(-1, keepdim=True)
+    return shifted - shifted.logsumexp(-1, keepdim=True)
+
+
 def generalised_jsd(
     student_logprobs: Float[Tensor, "rows n"],
     teacher_logprobs: Float[Tensor, "rows n"],
@@ -192,9 +204,9 @@ def topk_rows(
         student = (logits.gather(1, ids) / temperature).clamp(min=lowest).masked_fill(~kept, lowest)
         raw_teacher = teacher.logprobs.to(logits.dtype) / temperature
         raw_teacher = raw_teacher.clamp(min=lowest).masked_fill(~kept, lowest)
-        return generalised_jsd(student.log_softmax(-1), raw_teacher.log_softmax(-1), beta)
+        return generalised_jsd(log_probs(student), log_probs(raw_teacher), beta)
 
-    every_student_logprob = _log_softmax(logits, temperature)
+    every_student_logprob = log_probs(logits, temperature)
     student = every_student_logprob.gather(1, ids).masked_fill(~kept, 2 * LOG_ZERO)
     teacher_logprobs = _teacher_logprobs(teacher, temperature, tail).to(logits.dtype).masked_fill(~alive, 2 * LOG_ZERO)
     if tail is Tail.drop:
@@ -220,13 +232,8 @@ def full_rows(
 ) -> Float[Tensor, " rows"]:
     """The divergence over the whole vocabulary, a row; of two padded vocabularies, over the part that both have."""
     shared = min(logits.shape[1], teacher_logits.shape[1])
-    student = _log_softmax(logits[:, :shared], temperature)
-    return generalised_jsd(student, _log_softmax(teacher_logits[:, :shared], temperature), beta)
-
-
-def _log_softmax(logits: Float[Tensor, "rows V"], temperature: float) -> Float[Tensor, "rows V"]:
-    scaled = logits if temperature == 1 else logits / temperature
-    return scaled.log_softmax(-1)
+    student = log_probs(logits[:, :shared], temperature)
+    return generalised_jsd(student, log_probs(teacher_logits[:, :shared], temperature), beta)
 
 
 def _slots(
@@ -268,7 +275,7 @@ def _measured(
     sampler_temperature: float,
 ) -> RowLosses:
     """The loss with the statistics of the same logits, so that the head is applied once."""
-    logprobs = _log_softmax(logits, 1.0)
+    logprobs = log_probs(logits)
     entropy = -(logprobs.exp() * logprobs.clamp(min=LOG_ZERO)).sum(-1)
     teacher_mass = student_mass = torch.ones_like(entropy)
     if teacher is not None:
@@ -279,7 +286,7 @@ def _measured(
     logprob = None
     if targets is not None:
         # Greedy sampling has no distribution; its log-probs are reported at temperature 1, as the engine does.
-        at = logprobs if sampler_temperature in (0, 1) else _log_softmax(logits, sampler_temperature)
+        at = logprobs if sampler_temperature in (0, 1) else log_probs(logits, sampler_temperature)
         logprob = at.gather(1, targets.long()[:, None])[:, 0]
     return RowLosses(loss, entropy, teacher_mass, student_mass, logprob)
 

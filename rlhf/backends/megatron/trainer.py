@@ -271,16 +271,18 @@ class MegatronTrainer:
         """The student's weights in Hugging Face names, in buckets of about `max_bytes`, one bucket in memory at a time."""
         names: list[str] = []
         arrays: list[np.ndarray] = []
-        size = 0
+
+        def bucket(last: bool) -> Bucket:
+            return Bucket(self.version, tuple(names), tuple(arrays), (dtype,) * len(names), last)
+
         for name, tensor in weights.export(self.student.module, self.student.architecture):
             array = to_numpy(tensor.to(getattr(torch, dtype)))
-            if arrays and size + array.nbytes > max_bytes:
-                yield Bucket(self.version, tuple(names), tuple(arrays), (dtype,) * len(names))
-                names, arrays, size = [], [], 0
+            if arrays and sum(held.nbytes for held in arrays) + array.nbytes > max_bytes:
+                yield bucket(last=False)
+                names, arrays = [], []
             names.append(name)
             arrays.append(array)
-            size += array.nbytes
-        yield Bucket(self.version, tuple(names), tuple(arrays), (dtype,) * len(names))
+        yield bucket(last=True)
 
     @on_device
     def save(self, folder: Path) -> None:

@@ -21,6 +21,7 @@ class VllmEngine:
         self.version: int | None = None
         """Version of the weights held; None before the first update and while one is under way."""
         self._arriving: int | None = None
+        self._complete = False
         self.llm = LLM(
             model=str(setup.model),
             load_format="dummy",
@@ -40,8 +41,8 @@ class VllmEngine:
 
     def begin_update(self) -> None:
         """From here until `finish_update` the engine holds no usable weights."""
-        self.version = None
-        self._arriving = None
+        self.version = self._arriving = None
+        self._complete = False
         self.llm.collective_rpc("rlhf_begin_update")
 
     def load(self, bucket: Bucket) -> None:
@@ -55,10 +56,16 @@ class VllmEngine:
         self._arriving = bucket.version
         tensors = [to_tensor(array, dtype) for array, dtype in zip(bucket.arrays, bucket.dtypes, strict=True)]
         self.llm.collective_rpc("rlhf_load", args=(list(zip(bucket.names, tensors, strict=True)),))
+        self._complete = bucket.last
 
     def finish_update(self) -> int:
-        """Make the new weights the ones generated with. Returns their version."""
-        assert self._arriving is not None, "an update without a bucket"
+        """Make the new weights the ones generated with. Returns their version.
+
+        Raises:
+            StaleWeights: not every bucket has arrived.
+        """
+        if not self._complete or self._arriving is None:
+            raise StaleWeights(f"the update to weights of version {self._arriving} is incomplete")
         self.llm.collective_rpc("rlhf_finish_update")
         self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
         self.version = self._arriving

@@ -33,5 +33,11 @@ class WeightUpdates:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
+            finalize_layerwise_reload(model, self.model_config)
+        if self.model_config.hf_config.tie_word_embeddings:
+            # The reload updates the embedding's weight only. The head shares it, but on CPU it multiplies with a
+            # repacked copy, which must be made again or the head keeps the weights of before.
+            model.lm_head.tie_weights(model.model.embed_tokens)
+            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

@@ -13,7 +13,7 @@ class EngineSetup:
     """Plain data, so that it travels."""
 
     model: Path
-    """Architecture only: weights come from the trainer before the first generation."""
+    """The checkpoint it starts from; the trainer's weights replace its own before the first generation."""
     rollout: VllmRollout
     max_model_len: int
     """Longest prompt + response in tokens."""
