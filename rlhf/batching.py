@@ -32,7 +32,7 @@ def response_rows(length: int, prompt_length: int) -> Int64[np.ndarray, " r"]:
 
 
 def _spread(lengths: Sequence[int], rows: Sequence[int], bins: int) -> list[list[int]]:
-    """Longest first, each into the bin with the fewest tokens (and then the fewest rows): balanced and deterministic."""
+    """Longest first, each into the bin with the fewest tokens, then the fewest rows: balanced, deterministic."""
     filled: list[list[int]] = [[] for _ in range(bins)]
     tokens = [0] * bins
     for row in sorted(rows, key=lambda r: (-lengths[r], r)):
@@ -88,8 +88,8 @@ def plan_batch(
             break
     else:
         raise ConfigError(
-            f"{len(padded)} samples can't be cut into micro-batches of train.micro_batch_tokens={micro_batch_tokens} on "
-            f"{data_parallel} ranks; raise it"
+            f"{len(padded)} samples on {data_parallel} ranks can't be cut into micro-batches of "
+            f"train.micro_batch_tokens={micro_batch_tokens}; raise it"
         )
     ranks = tuple(
         tuple(MicroBatchPlan(tuple(rows), _micro_tokens(padded, rows, padding_free)) for rows in rank) for rank in split
@@ -109,7 +109,7 @@ class MicroBatch:
 
     tokens: Int64[np.ndarray, "b s"]
     position_ids: Int64[np.ndarray, "b s"]
-    cu_seqlens: Int32[np.ndarray, "m+1"] | None
+    cu_seqlens: Int32[np.ndarray, m + 1] | None
     """Where packed samples start (with padding); None when rows are padded instead."""
     rows: Int64[np.ndarray, " r"]
     """Flat indices (b*s + position) of the hidden rows that predict response tokens, sample by sample."""

@@ -1,6 +1,6 @@
 """One run from its checked configuration to its summary.
 
-    check inputs ► start Ray and the roles ► loop ► save ► summary ► shut down
+check inputs ► start Ray and the roles ► loop ► save ► summary ► shut down
 """
 
 from __future__ import annotations
@@ -129,10 +129,15 @@ def build_objective(run: Run) -> GKDObjective:
     from rlhf.distill.fullvocab import FullVocabDistill
     from rlhf.distill.topk import TopKDistill
 
-    strategies = {TopK: TopKDistill.from_spec, FullVocab: FullVocabDistill.from_spec}
+    assert isinstance(run.distill, TopK | FullVocab), "checked when the configuration was composed"
+    distill = (
+        TopKDistill.from_spec(run.distill)
+        if isinstance(run.distill, TopK)
+        else (FullVocabDistill.from_spec(run.distill))
+    )
     return GKDObjective(
         beta=run.algo.beta,
-        distill=strategies[type(run.distill)](run.distill),
+        distill=distill,
         sampler_temperature=comparable_temperature(run.rollout.temperature, run.rollout.top_p, run.rollout.top_k),
     )
 
@@ -202,4 +207,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-

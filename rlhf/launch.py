@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config.messages import explain
 from rlhf.config.registry import PROJECT_ROOT, register
+
 register()
 
 

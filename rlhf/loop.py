@@ -1,8 +1,8 @@
 """The training loop. It has no modes: what differs between runs is in the source and in the roles.
 
-    source ──Experience──► trainer.train ──metrics──► log
-      ▲                        │
-      └──────── weights ◄──────┘          (the source syncs before it generates)
+source ──Experience──► trainer.train ──metrics──► log
+  ▲                        │
+  └──────── weights ◄──────┘          (the source syncs before it generates)
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Shapes: n = samples, T = tokens of all samples together, R = response tokens of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +17,13 @@ Metrics = dict[str, float]
 """Name -> value. Names are `group/name`, e.g. `train/loss`, `time/rollout`."""
 
 
-def ragged(offsets: Int64[np.ndarray, "n+1"], values: np.ndarray) -> Iterator[np.ndarray]:
+def ragged(offsets: Int64[np.ndarray, " n+1"], values: np.ndarray) -> Iterator[np.ndarray]:
     """The rows of a packed array, as views."""
-    for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+    for start, stop in itertools.pairwise(offsets):
         yield values[start:stop]
 
 
-def offsets_of(lengths: Any) -> Int64[np.ndarray, "n+1"]:
+def offsets_of(lengths: Any) -> Int64[np.ndarray, " n+1"]:
     """Lengths -> start offsets, with the total at the end."""
     return np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).astype(np.int64)
 
@@ -37,7 +38,7 @@ class Prompts:
     sample_ids: Int64[np.ndarray, " n"]
     """Unique within a run; joins rollouts, scores and weights."""
     tokens: Int32[np.ndarray, " T"]
-    offsets: Int64[np.ndarray, "n+1"]
+    offsets: Int64[np.ndarray, " n+1"]
     seeds: Int64[np.ndarray, " n"]
     """One sampler seed a request, so that results don't depend on request order or replica count."""
 
@@ -58,7 +59,7 @@ class Sequences:
 
     sample_ids: Int64[np.ndarray, " n"]
     tokens: Int32[np.ndarray, " T"]
-    offsets: Int64[np.ndarray, "n+1"]
+    offsets: Int64[np.ndarray, " n+1"]
     prompt_lengths: Int32[np.ndarray, " n"]
     logprobs: Float32[np.ndarray, " R"] | None = None
     """Log-probability of each response token under the distribution it was sampled from; None for dataset responses."""
@@ -75,7 +76,7 @@ class Sequences:
         return self.lengths - self.prompt_lengths
 
     @property
-    def response_offsets(self) -> Int64[np.ndarray, "n+1"]:
+    def response_offsets(self) -> Int64[np.ndarray, " n+1"]:
         """Where each sample's response rows start in a packed array of R rows (logprobs, weights, scores)."""
         return offsets_of(self.response_lengths)
 
@@ -105,7 +106,7 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Immutable: sample -> data-parallel rank -> micro-batch -> position. Made once an optimizer step, from lengths alone.
+    """Immutable: sample -> data-parallel rank -> micro-batch -> position. Made once a step, from lengths alone.
 
     `ranks[r]` holds the micro-batches of data-parallel rank r; every rank has the same number.
     """

@@ -21,7 +21,7 @@ class GKDObjective:
     """Loss = sum over response tokens of weight * divergence(teacher, student)."""
 
     beta: float
-    distill: Distill
+    distill: Distill[Any]
     sampler_temperature: float | None
     """Temperature to compare log-probabilities with the sampler's at; None when they can't be compared, because the
     sampler cut its distribution (top_p, top_k) or took no sample (greedy)."""
@@ -74,5 +74,3 @@ def make_minibatches(sequences: Sequences, train: Train, data_parallel: int) -> 
 def comparable_temperature(temperature: float, top_p: float, top_k: int) -> float | None:
     """`GKDObjective.sampler_temperature` for these sampling options."""
     return temperature if temperature > 0 and top_p == 1.0 and top_k == 0 else None
-
-

@@ -50,13 +50,18 @@ class Totals:
 
 
 def _merged(a: dict[str, float], b: dict[str, float], combine: Callable[[float, float], float]) -> dict[str, float]:
-    return {name: combine(a[name], b[name]) if name in a and name in b else a.get(name, b.get(name)) for name in {**a, **b}}
+    """Both, combined where they share a name."""
+    shared = {name: combine(a[name], b[name]) for name in a if name in b}
+    return {**a, **b, **shared}
 
 
 class Objective(Protocol):
     """Pure: holds numbers and a distillation strategy, no model."""
 
-    distill: Distill
+    @property
+    def distill(self) -> Distill[Any]:
+        """What is asked of the teacher."""
+        ...
 
     def loss(
         self,

@@ -132,4 +132,3 @@ class RayEngine:
     def generate(self, prompts: Prompts, version: int, greedy: bool = False) -> RayFuture[Rollouts]:
         reference = self.actor.generate.remote(prompts, version, greedy)
         return RayFuture("engine", [reference], lambda results: results[0])
-

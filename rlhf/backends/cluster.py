@@ -100,20 +100,21 @@ class RayCluster:
         total = ray.cluster_resources().get(SLOT, 0)
         if total < bundles:
             raise ClusterError(
-                f"the run needs {bundles} device(s), the Ray cluster has {total:g} of resource '{SLOT}'; start its nodes "
-                f"with `--resources='{{\"{SLOT}\": {bundles}}}'` or lower train.gpus and rollout.gpus"
+                f"the run needs {bundles} device(s), the Ray cluster has {total:g} of resource '{SLOT}'; start its "
+                f"nodes with `--resources='{{\"{SLOT}\": {bundles}}}'` or lower train.gpus and rollout.gpus"
             )
         group = placement_group([{SLOT: 1.0}] * bundles, strategy="PACK")
         if not group.wait(self.spec.start_timeout_s):
             remove_placement_group(group)
             raise ClusterError(
-                f"{bundles} device(s) did not become free within cluster.start_timeout_s={self.spec.start_timeout_s:g} s"
+                f"{bundles} device(s) did not become free within "
+                f"cluster.start_timeout_s={self.spec.start_timeout_s:g} seconds"
             )
         return group
 
     def actor(self, cls: type, bundle: int, share: float, environment: dict[str, str]) -> Any:
         """`cls` as a Ray actor class bound to a share of one device; call `.remote(...)` on it."""
-        return ray.remote(cls).options(  # type: ignore[call-overload]
+        return ray.remote(cls).options(
             num_cpus=0,
             resources={SLOT: share},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),

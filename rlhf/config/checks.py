@@ -49,7 +49,7 @@ def check(run: Run) -> None:
         longest = run.data.max_length + run.eval.max_response_tokens
         require(
             run.train.micro_batch_tokens >= longest,
-            f"train.micro_batch_tokens={run.train.micro_batch_tokens} can't hold one held-out sample of data.max_length="
-            f"{run.data.max_length} + eval.max_response_tokens={run.eval.max_response_tokens} tokens; "
+            f"train.micro_batch_tokens={run.train.micro_batch_tokens} can't hold one held-out sample of "
+            f"data.max_length={run.data.max_length} + eval.max_response_tokens={run.eval.max_response_tokens} tokens; "
             f"use at least {longest}",
         )

@@ -28,9 +28,8 @@ def to_run(config: DictConfig) -> Run:
     if missing:
         hints = ", ".join(HINTS.get(key, f"{key}=...") for key in missing)
         raise ConfigError(f"missing value{'s' if len(missing) > 1 else ''}: write {hints}")
-    parts: dict[str, Any] = {key: config[key] for key in config}
-    sections = {
-        key: instantiate(value, _convert_="object") if isinstance(value, DictConfig) else value
-        for key, value in parts.items()
-    }
+    sections: dict[str, Any] = {}
+    for key in map(str, config):
+        value = config[key]
+        sections[key] = instantiate(value, _convert_="object") if isinstance(value, DictConfig) else value
     return Run(**sections)

@@ -36,7 +36,7 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     key = error.full_key or str(error.key)
     parent = key.rpartition(".")[0]
     try:
-        known = [str(k) for k in error.parent_node if not str(k).startswith("_")]  # type: ignore[union-attr]
+        known = [str(k) for k in error.parent_node if not str(k).startswith("_")]
     except TypeError:
         known = []
     message = f"unknown key {key}{_closest(key.rpartition('.')[2], known)}"
@@ -62,7 +62,9 @@ def explain(error: BaseException) -> str | None:
         if isinstance(cause, ValidationError):
             first = str(cause).splitlines()[0]
             return f"{cause.full_key}: {one_line(first)}"
-        if isinstance(cause, InstantiationException) and (key := re.search(r"unexpected keyword argument '(\w+)'", str(cause))):
+        if isinstance(cause, InstantiationException) and (
+            key := re.search(r"unexpected keyword argument '(\w+)'", str(cause))
+        ):
             return f"unknown key {str(cause).rpartition('full_key: ')[2]}.{key[1]}"
     for cause in chain:
         if isinstance(cause, OverrideParseException):

@@ -1,6 +1,6 @@
 """The live source: the student's own samples, made with the weights it has now.
 
-    sync weights ► (evaluate) ► generate ► score ► Experience
+sync weights ► (evaluate) ► generate ► score ► Experience
 """
 
 from __future__ import annotations

@@ -123,7 +123,10 @@ def test_samples_do_not_depend_on_the_order_of_requests(engine: RayEngine, folde
         offsets=offsets_of([len(rows[i]) for i in order]),
         seeds=whole.seeds[order],
     )
-    first, second = responses_of(engine.generate(whole, 20).result()), responses_of(engine.generate(turned, 20).result())
+    first, second = (
+        responses_of(engine.generate(whole, 20).result()),
+        responses_of(engine.generate(turned, 20).result()),
+    )
     assert [first[i] for i in order] == second
     assert len({tuple(response) for response in first}) == 3
 

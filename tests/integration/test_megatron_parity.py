@@ -262,5 +262,3 @@ def test_learning_rate_warms_up_and_norms_are_not_decayed(pair: tuple[Path, Path
     decay = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
     for name, parameter in trainer.student.module.named_parameters():
         assert decay[id(parameter)] == (0.0 if "norm" in name else 0.1), name
-
-

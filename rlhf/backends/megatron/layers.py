@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ class PackedRows(PackedSeqParams):
     @staticmethod
     def of(cu_seqlens: Tensor) -> PackedRows:
         offsets = tuple(cu_seqlens.tolist())
-        longest = max(stop - start for start, stop in zip(offsets[:-1], offsets[1:], strict=True))
+        longest = max(stop - start for start, stop in itertools.pairwise(offsets))
         return PackedRows(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -79,7 +80,7 @@ class CoreAttention(MegatronModule):
             return out.permute(2, 0, 1, 3).flatten(2)
         pieces = []
         offsets = packed_seq_params.offsets
-        for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+        for start, stop in itertools.pairwise(offsets):
             q, k, v = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
             pieces.append(causal_attention(q, k, v, self.scale).squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
@@ -140,9 +141,7 @@ def build_model(architecture: Architecture, dtype: torch.dtype) -> GPTModel:
     parts.self_attention.submodules.core_attention = CoreAttention
     if architecture.qk_norm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
-    block = TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
-    )
+    block = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
     model = GPTModel(
         config,
         block,
@@ -159,6 +158,8 @@ def build_model(architecture: Architecture, dtype: torch.dtype) -> GPTModel:
 
 def head_weight(model: GPTModel) -> Tensor:
     """The LM head's weight [vocabulary, hidden]; the embedding's when they are tied."""
-    return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else (
-        model.output_layer.weight
+    return (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else (model.output_layer.weight)
     )

@@ -268,7 +268,7 @@ class MegatronTrainer:
 
     @on_device
     def buckets(self, dtype: str, max_bytes: int) -> Iterator[Bucket]:
-        """The student's weights in Hugging Face names, in buckets of about `max_bytes`, one bucket in memory at a time."""
+        """The student's weights in Hugging Face names, in buckets of about `max_bytes`, one in memory at a time."""
         names: list[str] = []
         arrays: list[np.ndarray] = []
 
