@@ -109,7 +109,7 @@ class MicroBatch:
 
     tokens: Int64[np.ndarray, "b s"]
     position_ids: Int64[np.ndarray, "b s"]
-    cu_seqlens: Int32[np.ndarray, m + 1] | None
+    cu_seqlens: Int32[np.ndarray, " m+1"] | None
     """Where packed samples start (with padding); None when rows are padded instead."""
     rows: Int64[np.ndarray, " r"]
     """Flat indices (b*s + position) of the hidden rows that predict response tokens, sample by sample."""

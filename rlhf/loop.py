@@ -31,7 +31,7 @@ def run_steps(
         log.log(experience.step, {**metrics, **speed(experience, now - started)})
         started = now
         gap = metrics.get("rollout/logprob_gap_mean", 0.0)
-        if gap > largest_gap:
+        if not gap <= largest_gap:  # not a number is the worst gap
             log.warn(
                 f"step {experience.step}: sampler and trainer disagree by {gap:.2g} nats a token on average, above "
                 f"rollout.logprob_gap_warning={largest_gap:g}"

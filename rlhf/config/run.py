@@ -49,7 +49,7 @@ class RunSection:
 
 @dataclass(kw_only=True)
 class Eval:
-    """Section `eval`: held-out full-vocabulary divergences at temperature 1, before the first and after the last step."""
+    """Section `eval`: held-out full-vocabulary divergences at temperature 1, before the first and after the last."""
 
     samples: int = 16
     """Held-out rows; 0 turns evaluation off."""

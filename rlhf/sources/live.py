@@ -64,9 +64,10 @@ class LiveSource:
             self.evaluator.after_step(self.steps, version)
 
     def _sync(self, seconds: Metrics) -> int:
-        """Give the engine the trainer's weights -> their version."""
+        """Give the engine the trainer's weights -> the trainer's version, so that an engine that missed them refuses."""
         with self._timed("sync", seconds):
-            return self.engine.update_weights(self.trainer.buckets(self.rollout.dtype.value)).result()
+            self.engine.update_weights(self.trainer.buckets(self.rollout.dtype.value)).result()
+        return self.trainer.version
 
     @contextmanager
     def _timed(self, name: str, seconds: Metrics) -> Iterator[None]:

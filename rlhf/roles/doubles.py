@@ -1,0 +1,189 @@
+"""In-process doubles of the roles: no model, no process, no torch. For tests, and for whoever writes a new source.
+
+They keep the rules that real roles keep: an engine that holds other weights refuses to generate, a trainer refuses
+samples the teacher hasn't scored. A call does its work, or fails, at once; the future it returns is done already.
+
+    trainer, scorer, engine = doubles()
+    ...                                       # run a source or the loop on them
+    [event.call for event in trainer.events]  # ["update", "generate", "score", "train", "update"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from rlhf.errors import MisalignedScores, StaleWeights
+from rlhf.roles.protocols import Engine, Scorer, Trainer
+from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Prompts, Rollouts, Sequences, offsets_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Done(Generic[T]):
+    """A future whose result is there."""
+
+    value: T
+
+    def result(self) -> T:
+        return self.value
+
+
+class Event(NamedTuple):
+    """One call of a role that went well."""
+
+    call: str
+    """update, generate, greedy, score, train, evaluate or save."""
+    version: int | None
+    """Of the weights the role held after the call; None for the teacher, whose weights never change."""
+    what: Any
+    """The call's first argument (of an update: the buckets)."""
+
+
+@dataclass
+class DoubleTrainer(Trainer):
+    """Counts versions. Asserts that the batch it is given is whole."""
+
+    events: list[Event] = field(default_factory=list)
+    scored: dict[int, int] = field(default_factory=dict)
+    """Sample id -> response rows the teacher has scored; shared with the scorer, emptied by `train`."""
+    data_parallel: int = 1
+    version: int = 0
+    metrics: Metrics = field(default_factory=lambda: {"train/loss": 1.0, "time/train": 0.25})
+    """What `train` reports."""
+
+    def train(self, experience: Experience) -> Done[Metrics]:
+        """One version a minibatch.
+
+        Raises:
+            MisalignedScores: a sample has no teacher scores, or another number of rows.
+        """
+        sequences = experience.sequences
+        rows = sequences.response_lengths
+        trained: set[int] = set()
+        for minibatch in experience.minibatches:
+            assert len(minibatch.weights) == rows.sum(), "one weight a response row"
+            assert len(minibatch.plan.ranks) == self.data_parallel, "a plan for as many ranks as there are"
+            samples = minibatch.plan.samples
+            assert len(set(samples)) == len(samples), "a plan takes a sample once"
+            trained |= set(samples)
+            for sample in samples:
+                sample_id = int(sequences.sample_ids[sample])
+                if self.scored.get(sample_id) != rows[sample]:
+                    held = f"{self.scored[sample_id]} rows" if sample_id in self.scored else "none"
+                    raise MisalignedScores(
+                        f"sample {sample_id} needs {rows[sample]} rows of teacher scores, there are {held}"
+                    )
+        assert trained == set(range(len(sequences))), "every sample is in a plan"
+        self.version += len(experience.minibatches)
+        self.scored.clear()
+        self.events.append(Event("train", self.version, experience))
+        return Done(self.metrics)
+
+    def evaluate(self, sequences: Sequences, plan: BatchPlan) -> Done[Metrics]:
+        """The forward KL falls with every optimizer step."""
+        assert sorted(plan.samples) == list(range(len(sequences))), "every sample is in the plan once"
+        self.events.append(Event("evaluate", self.version, sequences))
+        return Done({"eval/forward_kl": 1.0 / (1 + self.version), "eval/reverse_kl": 2.0 / (1 + self.version)})
+
+    def buckets(self, dtype: str) -> Iterator[Bucket]:
+        """Two buckets of the weights as they are now, even if they are fetched after another step."""
+        weight = np.full(2, self.version, dtype=np.float32)
+        names = ("model.embed_tokens.weight", "model.norm.weight")
+        return iter([Bucket(self.version, (name,), (weight,), (dtype,), last=name is names[-1]) for name in names])
+
+    def save(self, folder: Path) -> Done[None]:
+        """A folder with the version in it."""
+        folder.mkdir(parents=True)
+        (folder / "version.txt").write_text(str(self.version), encoding="utf-8")
+        self.events.append(Event("save", self.version, folder))
+        return Done(None)
+
+
+@dataclass
+class DoubleScorer(Scorer):
+    """Remembers which rows it was asked about."""
+
+    events: list[Event] = field(default_factory=list)
+    scored: dict[int, int] = field(default_factory=dict)
+    """See `DoubleTrainer.scored`."""
+
+    def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> Done[None]:
+        rows = sequences.response_lengths
+        for minibatch in minibatches:
+            for sample in minibatch.plan.samples:
+                self.scored[int(sequences.sample_ids[sample])] = int(rows[sample])
+        self.events.append(Event("score", None, sequences))
+        return Done(None)
+
+
+@dataclass
+class DoubleEngine(Engine):
+    """Uniform random tokens up to a stop token. A response depends on weight version, prompt and seed, nothing else."""
+
+    events: list[Event] = field(default_factory=list)
+    max_new_tokens: int = 8
+    vocabulary: int = 16
+    stop_token: int = 2
+    version: int | None = None
+    """Of the weights held; None before the first update and after one that failed."""
+
+    def update_weights(self, buckets: Iterable[Bucket]) -> Done[int]:
+        """Take a full set of weights.
+
+        Raises:
+            StaleWeights: buckets of different versions, or not all of them.
+        """
+        self.version = arriving = None
+        complete = False
+        received = []
+        for bucket in buckets:
+            if arriving not in (None, bucket.version):
+                raise StaleWeights(f"one update mixes weights of versions {arriving} and {bucket.version}")
+            arriving, complete = bucket.version, bucket.last
+            received.append(bucket)
+        if not complete or arriving is None:
+            raise StaleWeights(f"the update to weights of version {arriving} is incomplete")
+        self.version = arriving
+        self.events.append(Event("update", self.version, received))
+        return Done(self.version)
+
+    def generate(self, prompts: Prompts, version: int, greedy: bool = False) -> Done[Rollouts]:
+        """Continue every prompt; greedy ones don't depend on the seed.
+
+        Raises:
+            StaleWeights: the engine holds another version.
+        """
+        if version != self.version:
+            raise StaleWeights(f"asked to generate with weights of version {version}, the engine holds {self.version}")
+        responses = [
+            self._response([version, *prompt.tolist(), *([] if greedy else [int(seed)])])
+            for prompt, seed in zip(prompts.rows(), prompts.seeds, strict=True)
+        ]
+        rows = [np.concatenate(pair) for pair in zip(prompts.rows(), responses, strict=True)]
+        sequences = Sequences(
+            sample_ids=prompts.sample_ids,
+            tokens=np.concatenate(rows),
+            offsets=offsets_of([len(row) for row in rows]),
+            prompt_lengths=np.diff(prompts.offsets).astype(np.int32),
+            logprobs=np.full(sum(map(len, responses)), -np.log(self.vocabulary), dtype=np.float32),
+        )
+        self.events.append(Event("greedy" if greedy else "generate", version, prompts))
+        return Done(Rollouts(version, sequences, np.array([row[-1] == self.stop_token for row in responses])))
+
+    def _response(self, entropy: list[int]) -> np.ndarray:
+        tokens = np.random.default_rng(entropy).integers(0, self.vocabulary, self.max_new_tokens).astype(np.int32)
+        stops = np.flatnonzero(tokens == self.stop_token)
+        return tokens[: stops[0] + 1] if len(stops) else tokens
+
+
+def doubles(data_parallel: int = 1) -> tuple[DoubleTrainer, DoubleScorer, DoubleEngine]:
+    """One of each, with one list of events and the scores where the trainer finds them."""
+    trainer = DoubleTrainer(data_parallel=data_parallel)
+    scorer = DoubleScorer(trainer.events, trainer.scored)
+    return trainer, scorer, DoubleEngine(trainer.events)

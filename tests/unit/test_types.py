@@ -1,0 +1,63 @@
+"""Packed rows: offsets, and where each sample's response rows are."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import numpy as np
+import pytest
+
+from rlhf import batching, types
+from rlhf.types import BatchPlan, MicroBatchPlan, Prompts, Sequences, offsets_of
+
+
+def sequences() -> Sequences:
+    """The docstring's example, and a sample without a response at the end."""
+    return Sequences(
+        sample_ids=np.array([20, 21, 22]),
+        tokens=np.array([5, 6, 8, 9, 7, 4, 3, 3], dtype=np.int32),
+        offsets=np.array([0, 4, 6, 8]),
+        prompt_lengths=np.array([2, 1, 2], dtype=np.int32),
+    )
+
+
+def test_offsets() -> None:
+    assert offsets_of([2, 0, 3]).tolist() == [0, 2, 2, 5]
+    assert offsets_of([]).tolist() == [0] and offsets_of([]).dtype == np.int64
+    assert offsets_of(np.array([2**31 - 1, 1], dtype=np.int32)).tolist() == [0, 2**31 - 1, 2**31]
+
+
+def test_sequences() -> None:
+    packed = sequences()
+    assert len(packed) == 3
+    assert [row.tolist() for row in packed.rows()] == [[5, 6, 8, 9], [7, 4], [3, 3]]
+    assert packed.lengths.tolist() == [4, 2, 2]
+    assert packed.response_lengths.tolist() == [2, 1, 0]
+    assert packed.response_offsets.tolist() == [0, 2, 3, 3]
+
+
+def test_rows_are_views_without_a_copy() -> None:
+    packed = sequences()
+    assert all(np.shares_memory(row, packed.tokens) for row in packed.rows())
+
+
+def test_prompts() -> None:
+    prompts = Prompts(np.array([0, 1]), np.array([5, 6, 7], dtype=np.int32), np.array([0, 2, 3]), np.array([1, 2]))
+    assert len(prompts) == 2
+    assert [row.tolist() for row in prompts.rows()] == [[5, 6], [7]]
+
+
+def test_samples_of_a_plan_are_those_of_all_ranks_and_micro_batches() -> None:
+    ranks = ((MicroBatchPlan((3, 0), 9), MicroBatchPlan((4,), 5)), (MicroBatchPlan((1,), 2), MicroBatchPlan((2,), 2)))
+    assert BatchPlan(ranks, padding_free=True, pad_multiple=1).samples == (3, 0, 4, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [cls for module in (types, batching) for cls in vars(module).values() if dataclasses.is_dataclass(cls)],
+    ids=lambda cls: cls.__name__,
+)
+def test_annotations_are_real_and_instances_frozen(cls: type) -> None:
+    assert set(typing.get_type_hints(cls)) == {field.name for field in dataclasses.fields(cls)}
+    assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
