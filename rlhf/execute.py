@@ -184,10 +184,10 @@ def report_bad_rows(inputs: Inputs, folder: Path, log: MetricLog) -> None:
 
 def describe_data(inputs: Inputs) -> str:
     """One line about the rows."""
-    numbers = inputs.dataset.statistics
+    numbers = {name.removeprefix("data/"): f"{value:.0f}" for name, value in inputs.dataset.statistics.items()}
     return (
-        f"data: {numbers['data/train_rows']:.0f} rows to train on, {numbers['data/held_out_rows']:.0f} held out, prompts of "
-        f"{numbers['data/prompt_tokens_mean']:.0f} tokens on average, {numbers['data/prompt_tokens_max']:.0f} at most"
+        f"data: {numbers['train_rows']} rows to train on, {numbers['held_out_rows']} held out, prompts of "
+        f"{numbers['prompt_tokens_mean']} tokens on average, {numbers['prompt_tokens_max']} at most"
     )
 
 

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlhf.losses.divergence import RowLosses
 from rlhf.losses.heads import VocabHead
+from rlhf.losses.rows import RowLosses
 
 TeacherHeadOf = Callable[[Float[Tensor, "rows H"]], VocabHead]
 """Puts the teacher's LM head on stored hidden rows."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from rlhf.config.distill import FullVocab
 from rlhf.distill.base import TeacherHeadOf
-from rlhf.losses.divergence import RowLosses, full_divergence
+from rlhf.losses.divergence import full_divergence
 from rlhf.losses.heads import VocabHead
+from rlhf.losses.rows import RowLosses
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,9 @@ from torch import Tensor
 from rlhf.config.distill import Tail, TopK
 from rlhf.distill.base import TeacherHeadOf
 from rlhf.errors import ConfigError
-from rlhf.losses.divergence import CHUNK_ROWS, RowLosses, TopKScores, log_probs, topk_divergence
+from rlhf.losses.divergence import CHUNK_ROWS, log_probs, topk_divergence
 from rlhf.losses.heads import VocabHead
+from rlhf.losses.rows import RowLosses, TopKScores
 
 
 @dataclass(frozen=True)

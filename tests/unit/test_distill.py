@@ -13,8 +13,9 @@ from rlhf.distill.base import Distill
 from rlhf.distill.fullvocab import FullVocabDistill, HiddenScores
 from rlhf.distill.topk import TopKDistill
 from rlhf.errors import ConfigError
-from rlhf.losses.divergence import CHUNK_ROWS, TopKScores, full_divergence
+from rlhf.losses.divergence import CHUNK_ROWS, full_divergence
 from rlhf.losses.heads import VocabHead
+from rlhf.losses.rows import TopKScores
 
 ROWS, VOCABULARY = 9, 16
 OPTIONS: list[Distill] = [

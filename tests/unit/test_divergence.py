@@ -11,7 +11,6 @@ from rlhf.config.distill import Tail
 from rlhf.errors import ConfigError, MisalignedScores
 from rlhf.losses.divergence import (
     TAIL_FLOOR,
-    TopKScores,
     forward_and_reverse_kl,
     full_divergence,
     full_rows,
@@ -21,6 +20,7 @@ from rlhf.losses.divergence import (
     topk_rows,
 )
 from rlhf.losses.heads import VocabHead
+from rlhf.losses.rows import TopKScores
 
 BETAS = [0, 0.1, 0.5, 0.9, 1]
 TEMPERATURES = [0.7, 1, 2]
