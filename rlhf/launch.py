@@ -1,62 +1,77 @@
-"""`python -m rlhf.launch [GROUP=OPTION ...] [KEY=VALUE ...]`: compose, check, run; returns the objective."""
+"""`python -m rlhf.launch [GROUP=OPTION ...] [KEY=VALUE ...]`: compose, check, run. `-m` sweeps over A,B,C."""
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from rlhf.config.arguments import check_arguments, check_folders
+from rlhf.config.compose import to_run
 from rlhf.config.messages import explain
 from rlhf.config.registry import PROJECT_ROOT, register
 
 register()
+FULL_ERROR = os.environ.get("HYDRA_FULL_ERROR") == "1"
+failed: list[Exception] = []
+"""The errors of this process's jobs, already reported."""
 
 
 def objective(config: DictConfig) -> float | None:
     """One run of a composed configuration. Returns the held-out forward KL, or None without evaluation."""
-    from rlhf.config.compose import to_run
-    from rlhf.execute import execute
+    run = to_run(config)
+    from rlhf.execute import execute  # after the checks: it takes seconds to import
 
-    return execute(to_run(config), OmegaConf.to_container(config, resolve=True))
+    return execute(run, OmegaConf.to_container(config, resolve=True))
 
 
 def job(config: DictConfig) -> float | None:
-    """What Hydra calls. A job of a sweep raises, and the others go on; a single run hands its error to `main`,
-    since Hydra would print a line of its own above it."""
-    if HydraConfig.get().mode is RunMode.MULTIRUN:
-        config.run.dir = HydraConfig.get().runtime.output_dir
-        return objective(config)
+    """What Hydra calls, once or for each job of a sweep. Reports its own error, so that a sweep goes on."""
+    command = HydraConfig.get()
+    sweep = command.mode is RunMode.MULTIRUN
     try:
+        check_folders(config, command.run.dir, sweep)
+        if sweep:
+            config.run.dir = command.runtime.output_dir
         return objective(config)
     except Exception as error:
-        failure.append(error)
+        report(error, f"job {command.job.num} ({' '.join(command.overrides.task)}): " if sweep else "")
+        failed.append(error)
         return None
 
 
-failure: list[Exception] = []
-"""The error of a single run, on its way from Hydra's job to `main`."""
+def report(error: Exception, prefix: str = "") -> None:
+    """One line for an error of the user, or the traceback: for a bug, or with HYDRA_FULL_ERROR=1."""
+    message = explain(error)
+    if FULL_ERROR or message is None:
+        traceback.print_exception(error)
+    else:
+        print(f"error: {prefix}{message}", file=sys.stderr)
 
 
 def main() -> None:
-    """The command. User errors are one line and exit code 1; HYDRA_FULL_ERROR=1 brings the traceback."""
-    full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    """The command. Exit code 1 if anything failed, 130 after Ctrl-C."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra re-raises instead of printing several lines of its own
     entry = hydra.main(version_base="1.3", config_path=str(PROJECT_ROOT / "conf"), config_name="config")(job)
     try:
-        entry()
-        if failure:
-            raise failure[0]
+        try:
+            check_arguments(sys.argv[1:])
+            entry()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)  # the run has said what was saved
+    except BrokenPipeError:  # `--help | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
-        message = explain(error)
-        if full_error or message is None:
-            raise
-        print(f"error: {message}", file=sys.stderr)
+        report(error)
+        failed.append(error)
+    if failed:
         sys.exit(1)
 
 

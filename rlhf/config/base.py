@@ -1,6 +1,11 @@
-"""What the specs share: range checks that name the key, and the refusal of what isn't built yet."""
+"""What the specs share: range checks that name the key, and refusals of what isn't built yet or would be ignored."""
 
 from __future__ import annotations
+
+import dataclasses
+import math
+from enum import Enum
+from typing import Any
 
 from rlhf.errors import ConfigError
 
@@ -12,15 +17,50 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_at_least(key: str, value: float, minimum: float) -> None:
-    require(value >= minimum, f"{key} must be at least {minimum}, got {value}")
+    require(math.isfinite(value) and value >= minimum, f"{key} must be at least {minimum}, got {value}")
 
 
 def require_positive(key: str, value: float) -> None:
-    require(value > 0, f"{key} must be greater than 0, got {value}")
+    require(math.isfinite(value) and value > 0, f"{key} must be greater than 0, got {value}")
 
 
 def require_between(key: str, value: float, low: float, high: float) -> None:
     require(low <= value <= high, f"{key} must be in [{low}, {high}], got {value}")
+
+
+def require_below(key: str, value: float, low: float, high: float) -> None:
+    """`low` is allowed, `high` isn't."""
+    require(low <= value < high, f"{key} must be in [{low}, {high}), got {value}")
+
+
+def require_text(key: str, value: str, example: str) -> None:
+    require(bool(value.strip()), f"{key} is empty; write e.g. {key}={example}")
+
+
+def refuse_unused(spec: Any, group: str, names: tuple[str, ...], why: str, remedy: str) -> None:
+    """Refuse keys that were set (differ from their default) although nothing would read them.
+
+    Args:
+        spec: the spec they are fields of, as group `group`.
+        why: completes "KEY=VALUE has no effect ...".
+        remedy: what to write instead; `leave KEY at its default` is added.
+    """
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if field.name in names and value != field.default:
+            key = f"{group}.{field.name}"
+            raise ConfigError(
+                f"{key}={written(value)} has no effect {why}; {remedy}, or leave {key}={written(field.default)}"
+            )
+
+
+def written(value: Any) -> str:
+    """`value` as one writes it on the command line."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
 
 
 def not_yet(choice: str, works: str) -> ConfigError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf.config.algo import GKD
-from rlhf.config.base import require
+from rlhf.config.base import refuse_unused, require
+from rlhf.config.data import FileData, HubData
 from rlhf.config.distill import NoDistill
 from rlhf.config.reward import NoReward
 from rlhf.config.run import EvalResponses
@@ -39,6 +40,9 @@ def check(run: Run) -> None:
         f"placement=colocate shares one set of devices: train.gpus={run.train.gpus} and "
         f"rollout.gpus={run.rollout.gpus} must be equal",
     )
+    if run.eval.samples == 0 and isinstance(run.data, FileData | HubData):
+        why = "with eval.samples=0 (no evaluation)"
+        refuse_unused(run.data, "data", ("eval_path", "eval_split"), why, "use eval.samples=16")
     longest = run.data.max_length + run.rollout.max_new_tokens
     require(
         run.train.micro_batch_tokens >= longest,

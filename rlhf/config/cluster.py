@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from rlhf.config.base import not_yet, require_at_least
+from rlhf.config.base import not_yet, refuse_unused, require_at_least, require_positive, require_text
 
 
 class Device(Enum):
@@ -14,7 +14,7 @@ class Device(Enum):
     cpu = "cpu"
     """One process; placed through the custom Ray resource `slot`."""
     cuda = "cuda"
-    """One NVIDIA GPU."""
+    """One NVIDIA GPU. Not available yet."""
 
 
 @dataclass(kw_only=True)
@@ -38,3 +38,13 @@ class Cluster:
         if self.threads is not None:
             require_at_least("cluster.threads", self.threads, 1)
         require_at_least("cluster.object_store_gb", self.object_store_gb, 0.1)
+        require_positive("cluster.start_timeout_s", self.start_timeout_s)
+        if self.address is not None:
+            require_text("cluster.address", self.address, "auto")
+            refuse_unused(
+                self,
+                "cluster",
+                ("object_store_gb",),
+                f"with cluster.address={self.address} (a Ray that runs already)",
+                "set the size where that Ray is started",
+            )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from rlhf.config.registry import GROUPS, SECTIONS, target_of
 from rlhf.config.run import Run
+from rlhf.config.suggest import unknown_key
 from rlhf.errors import ConfigError
 
 HINTS = {
-    "model.path": "model.path=FOLDER, the student's Hugging Face checkpoint",
+    "model.path": "model.path=FOLDER (the student's Hugging Face checkpoint)",
     "data.path": "data.path=rows.jsonl",
     "data.name": "data.name=openai/gsm8k",
+    "teacher.model": "teacher.model=FOLDER (a Hugging Face checkpoint with the student's tokenizer)",
 }
 
 
@@ -21,15 +25,36 @@ def to_run(config: DictConfig) -> Run:
     """Check a composed configuration and make the dataclasses out of it.
 
     Raises:
-        ConfigError: (possibly inside Hydra's InstantiationException) for missing values, values out of range and
-            combinations that aren't legal.
+        ConfigError: (possibly inside Hydra's InstantiationException) for keys that no spec has, missing values, values
+            out of range and combinations that aren't legal.
     """
+    names = [field.name for field in dataclasses.fields(Run)]
+    for key in map(str, config):
+        if key not in names:
+            raise ConfigError(unknown_key(key, config))
     missing = sorted(OmegaConf.missing_keys(config))
+    incomplete = {key.partition(".")[0] for key in missing}
+    sections = {name: _section(name, config) for name in names if name not in incomplete}
     if missing:
         hints = ", ".join(HINTS.get(key, f"{key}=...") for key in missing)
         raise ConfigError(f"missing value{'s' if len(missing) > 1 else ''}: write {hints}")
-    sections: dict[str, Any] = {}
-    for key in map(str, config):
-        value = config[key]
-        sections[key] = instantiate(value, _convert_="object") if isinstance(value, DictConfig) else value
     return Run(**sections)
+
+
+def _section(name: str, config: DictConfig) -> Any:
+    """One section as its dataclass. `+KEY`, `~KEY` and `SECTION=VALUE` get past Hydra's own checks; not past this."""
+    section = config.get(name)
+    if name not in GROUPS and name not in SECTIONS:
+        return section
+    specs = {target_of(spec): spec for spec in (GROUPS.get(name) or {name: SECTIONS[name]}).values()}
+    spec = specs.get(str(section.get("_target_"))) if isinstance(section, DictConfig) else None
+    if spec is None:
+        if name in GROUPS:
+            options = ", ".join(f"{name}={option}" for option in GROUPS[name])
+            raise ConfigError(f"{name} must be an option of its group; choose one of {options}")
+        raise ConfigError(f"{name} must be a section; set its keys one by one, {name}.KEY=VALUE")
+    known = {field.name for field in dataclasses.fields(spec)} | {"_target_"}
+    for key in map(str, section):
+        if key not in known:
+            raise ConfigError(unknown_key(f"{name}.{key}", config))
+    return instantiate(section, _convert_="object")

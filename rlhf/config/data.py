@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from rlhf.config.base import require, require_at_least
+from rlhf.config.base import require_at_least, require_text
 
 
 class OnBadRow(Enum):
@@ -57,11 +57,12 @@ class ReasoningGymData(DataCommon):
     size: int = 2000
     """Rows generated for training."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Passed to the task, e.g. {min_terms: 2}."""
+    """Passed to the task, e.g. `data.options.min_terms=2` for chain_sum."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("data.size", self.size, 1)
+        require_text("data.task", self.task, "gsm_symbolic")
 
 
 @dataclass(kw_only=True)
@@ -71,7 +72,11 @@ class FileData(DataCommon):
     path: str = "???"
     """A file, or a glob of files, ending in .jsonl, .json or .parquet."""
     eval_path: str | None = None
-    """Held-out rows; null holds out the last `eval.samples` rows of `path`."""
+    """Held-out rows, the first `eval.samples` of them; null holds out the last ones of `path`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_text("data.path", self.path, "rows.jsonl")
 
 
 @dataclass(kw_only=True)
@@ -85,7 +90,7 @@ class HubData(DataCommon):
     split: str = "train"
     """Rows to train on."""
     eval_split: str | None = None
-    """Held-out rows; null holds out the last `eval.samples` rows of `split`."""
+    """Held-out rows, the first `eval.samples` of them; null holds out the last ones of `split`."""
     prompt_column: str | None = None
     """Column that holds the prompt, if it isn't called `messages` or `prompt`."""
     response_column: str | None = None
@@ -93,4 +98,5 @@ class HubData(DataCommon):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.name), "data.name must name a dataset, e.g. data.name=openai/gsm8k")
+        require_text("data.name", self.name, "openai/gsm8k")
+        require_text("data.split", self.split, "train")

@@ -56,4 +56,4 @@ class Sampled:
 
 @dataclass(kw_only=True)
 class NoDistill:
-    """Nothing is asked of a teacher (algo=grpo)."""
+    """Nothing is asked of a teacher. For algo=grpo, which is not available yet."""

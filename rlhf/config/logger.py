@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from rlhf.config.base import refuse_unused
+
 
 class WandbMode(Enum):
     """How the W&B client runs."""
 
     online = "online"
+    """Sends the run to the server as it goes."""
     offline = "offline"
     """Writes the run to disk; `wandb sync` uploads it later."""
 
@@ -32,3 +35,8 @@ class Logger:
     """W&B team or user; null: your default."""
     wandb_mode: WandbMode = WandbMode.online
     """online | offline."""
+
+    def __post_init__(self) -> None:
+        if not self.wandb:
+            keys = ("wandb_project", "wandb_entity", "wandb_mode")
+            refuse_unused(self, "logger", keys, "without Weights & Biases", "use logger=wandb")

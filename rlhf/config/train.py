@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from rlhf.config.base import not_yet, require, require_at_least, require_between, require_positive
+from rlhf.config.base import not_yet, require, require_at_least, require_below, require_positive, written
 
 
 class DType(Enum):
     """Number format of a model's weights and activations."""
 
     float32 = "float32"
+    """Four bytes a number."""
     bfloat16 = "bfloat16"
+    """Two bytes a number: half the memory, about three significant digits."""
 
 
 @dataclass(kw_only=True)
@@ -56,8 +58,8 @@ class Train:
         require_positive("train.lr", self.lr)
         require_at_least("train.warmup_steps", self.warmup_steps, 0)
         require_at_least("train.weight_decay", self.weight_decay, 0)
-        require_between("train.adam_beta1", self.adam_beta1, 0, 1)
-        require_between("train.adam_beta2", self.adam_beta2, 0, 1)
+        require_below("train.adam_beta1", self.adam_beta1, 0, 1)
+        require_below("train.adam_beta2", self.adam_beta2, 0, 1)
         require_positive("train.adam_eps", self.adam_eps)
         require_at_least("train.clip_grad", self.clip_grad, 0)
         require(
@@ -67,6 +69,6 @@ class Train:
         if self.gpus > 1 or self.tensor_parallel > 1 or self.sequence_parallel:
             raise not_yet(
                 f"train.gpus={self.gpus} train.tensor_parallel={self.tensor_parallel} "
-                f"train.sequence_parallel={str(self.sequence_parallel).lower()}",
+                f"train.sequence_parallel={written(self.sequence_parallel)}",
                 "train.gpus=1 train.tensor_parallel=1 train.sequence_parallel=false",
             )

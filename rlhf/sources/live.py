@@ -64,7 +64,7 @@ class LiveSource:
             self.evaluator.after_step(self.steps, version)
 
     def _sync(self, seconds: Metrics) -> int:
-        """Give the engine the trainer's weights -> the trainer's version, so that an engine that missed them refuses."""
+        """Give the engine the trainer's weights -> the trainer's version, so that one that missed them refuses."""
         with self._timed("sync", seconds):
             self.engine.update_weights(self.trainer.buckets(self.rollout.dtype.value)).result()
         return self.trainer.version

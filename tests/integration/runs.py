@@ -49,16 +49,16 @@ def tiny_world(folder: Path) -> list[str]:
 
 
 def launch(overrides: list[str], cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
+    """Run the command to its end. Of a key given twice the last counts, which the command itself would refuse."""
     return subprocess.run(
-        [*COMMAND, *overrides], cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment()
+        [*COMMAND, *last_of_each(overrides)], cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment()
     )
 
 
 def start(overrides: list[str], cwd: Path) -> subprocess.Popen[str]:
     """Run the command in the background, in a process group of its own."""
     return subprocess.Popen(
-        [*COMMAND, *overrides],
+        [*COMMAND, *last_of_each(overrides)],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -66,6 +66,10 @@ def start(overrides: list[str], cwd: Path) -> subprocess.Popen[str]:
         env=environment(),
         start_new_session=True,
     )
+
+
+def last_of_each(overrides: list[str]) -> list[str]:
+    return list({override.partition("=")[0]: override for override in overrides}.values())
 
 
 def environment() -> dict[str, str]:

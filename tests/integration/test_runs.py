@@ -115,12 +115,13 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, time
 
 
 def test_runs_that_end_before_their_time(world: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """A role killed with SIGKILL and Ctrl-C: one clear line, what was saved, nothing left running. Both runs have the
+    """A role killed with SIGKILL and Ctrl-C: one clear line, what was saved, nothing left running. All runs have the
     same seed, so what they did until then is the same, too."""
     arguments = [*world[1], "run.steps=10000", "run.save_every=1", "eval.samples=0"]
     losses = []
     for name, strike, code, message in [
-        ("killed", "EngineActor", 1, "error: the engine process ended unexpectedly"),
+        ("engine", "EngineActor", 1, "error: the engine process ended unexpectedly"),
+        ("trainer", "TrainerActor", 1, "error: the trainer process ended unexpectedly"),
         ("interrupted", None, 130, "interrupted; saved: outputs/interrupted/checkpoints/step_1"),
     ]:
         process = start([*arguments, f"run.name={name}"], tmp_path)
@@ -140,7 +141,8 @@ def test_runs_that_end_before_their_time(world: tuple[Path, list[str]], tmp_path
         assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "step_1")
         losses.append([metrics_of(run_dir)[step]["train/loss"] for step in (1, 2)])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_mistakes_are_found_before_a_process_starts(world: tuple[Path, list[str]], tmp_path: Path) -> None:

@@ -93,15 +93,22 @@ def test_a_sample_without_a_response_has_no_rows() -> None:
 
 def test_the_longest_go_first_each_to_the_emptiest_rank() -> None:
     plan = plan_batch([3, 9, 4, 5, 1], data_parallel=2, micro_batch_tokens=20)
-    assert plan.ranks == ((MicroBatchPlan((1, 4), 10),), (MicroBatchPlan((0, 2, 3), 12),))
+    # 9 | 5 4, then 3: as many tokens on both, the first has fewer samples, then 1
+    assert plan.ranks == ((MicroBatchPlan((0, 1), 12),), (MicroBatchPlan((2, 3, 4), 10),))
     assert (plan.padding_free, plan.pad_multiple) == (True, 1)
+
+
+def test_ranks_of_as_many_tokens_take_the_next_sample_in_turn() -> None:
+    plan = plan_batch([4, 3, 3, 1, 1, 1], data_parallel=2, micro_batch_tokens=20)
+    # 4 | 3 3, then 1 1: six tokens on both, but the first has more samples
+    assert [rank[0].rows for rank in plan.ranks] == [(0, 3, 4), (1, 2, 5)]
 
 
 def test_a_smaller_budget_means_more_micro_batches_on_every_rank() -> None:
     plan = plan_batch([3, 9, 4, 5, 1], data_parallel=2, micro_batch_tokens=10)
     assert plan.ranks == (
-        (MicroBatchPlan((1,), 9), MicroBatchPlan((4,), 1)),
-        (MicroBatchPlan((3,), 5), MicroBatchPlan((0, 2), 7)),
+        (MicroBatchPlan((1,), 9), MicroBatchPlan((0,), 3)),
+        (MicroBatchPlan((3,), 5), MicroBatchPlan((2, 4), 5)),
     )
 
 
@@ -111,7 +118,7 @@ def test_padding_counts_against_the_budget() -> None:
     padded = plan_batch(lengths, data_parallel=1, micro_batch_tokens=11, padding_free=False)
     assert [(micro.rows, micro.tokens) for micro in padded.ranks[0]] == [((0,), 8), ((1, 2, 3), 3)]
     rounded = plan_batch(lengths, data_parallel=1, micro_batch_tokens=11, pad_multiple=4)
-    assert [micro.tokens for micro in rounded.ranks[0]] == [8, 12] or max(m.tokens for m in rounded.ranks[0]) <= 11
+    assert [(micro.rows, micro.tokens) for micro in rounded.ranks[0]] == [((0,), 8), ((1, 3), 8), ((2,), 4)]
 
 
 def test_every_plan_is_whole_within_budget_balanced_and_repeatable() -> None:

@@ -1,0 +1,50 @@
+"""Checks of the command line itself: what Hydra would take without a word."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+from omegaconf import DictConfig, OmegaConf
+
+from rlhf.config.base import require
+from rlhf.config.run import RunSection
+from rlhf.errors import ConfigError
+
+
+def check_arguments(arguments: list[str]) -> None:
+    """Refuse options Hydra doesn't have and keys that are given two values, of which one would be ignored.
+
+    Raises:
+        ConfigError: in one line.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see --help; keys are written without dashes, KEY=VALUE)")
+
+    parser = get_args_parser()
+    parser.error = refuse
+    values: dict[str, str] = {}
+    for override in parser.parse_args(arguments).overrides:
+        key, _, value = override.partition("=")
+        key = key.lstrip("+~")
+        if values.setdefault(key, value) != value:
+            raise ConfigError(f"{key} is given twice, {key}={values[key]} and {key}={value}; keep one")
+
+
+def check_folders(config: DictConfig, hydra_run_dir: str, sweep: bool) -> None:
+    """Refuse folders that would not be used.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    require(hydra_run_dir == ".", f"hydra.run.dir={hydra_run_dir} has no effect; use run.dir={hydra_run_dir}")
+    section = config.get("run")
+    if sweep and OmegaConf.is_dict(section):
+        written = OmegaConf.to_container(section, resolve=False)
+        folder = written.get("dir") if isinstance(written, dict) else None
+        require(
+            folder == RunSection.dir,
+            f"run.dir={folder} has no effect in a sweep, whose jobs have folders of their own; "
+            f"use hydra.sweep.dir={folder}",
+        )

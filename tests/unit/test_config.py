@@ -1,0 +1,557 @@
+"""Groups, specs and checks; every refusal is one line that names the key and the remedy."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
+
+from rlhf import launch
+from rlhf.config.arguments import check_arguments
+from rlhf.config.compose import to_run
+from rlhf.config.messages import explain
+from rlhf.config.model import SmolLM2With24Layers
+from rlhf.config.registry import GROUPS, PROJECT_ROOT, SECTIONS, target_of
+from rlhf.config.run import Run
+from rlhf.errors import ConfigError
+
+CONF = PROJECT_ROOT / "conf"
+RECIPES = sorted(path.stem for path in (PROJECT_ROOT / "recipes").glob("*.yaml"))
+GROUP_OPTIONS = [(group, option) for group, options in GROUPS.items() for option in options]
+REQUIRED = {"model=hf": ["model.path=student"], "data=file": ["data.path=rows.jsonl"], "data=hub": ["data.name=a/b"]}
+
+NOT_YET = "is not available yet; what works today:"
+REFUSED = {
+    "algo=grpo": f"algo=grpo {NOT_YET} algo=gkd",
+    "algo=opsd": f"algo=opsd {NOT_YET} algo=gkd",
+    "distill=sampled": f"distill=sampled {NOT_YET} distill=topk or distill=fullvocab",
+    "distill=none": "algo=gkd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
+    "teacher=standalone": f"teacher=standalone {NOT_YET} teacher=colocated",
+    "teacher=self": f"teacher=self {NOT_YET} teacher=colocated",
+    "teacher=none": "algo=gkd needs a teacher, got teacher=none; use teacher=colocated",
+    "placement=separate": f"placement=separate {NOT_YET} placement=colocate",
+    "rollout=none": f"rollout=none {NOT_YET} rollout=vllm",
+    "reward=functions": f"reward=functions {NOT_YET} reward=none with algo=gkd",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hydra_context() -> Iterator[None]:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+@functools.cache
+def composed(*overrides: str) -> DictConfig:
+    return compose("config", list(overrides))
+
+
+def run_of(*overrides: str) -> Run:
+    return to_run(composed(*overrides))
+
+
+def refusal(*overrides: str) -> str:
+    """The line a user reads."""
+    with pytest.raises(Exception) as caught:
+        check_arguments(list(overrides))
+        run_of(*overrides)
+    line = explain(caught.value)
+    assert line is not None, f"no line for {caught.value!r}"
+    assert "\n" not in line
+    return line
+
+
+# -- Groups and options ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("group", "option"), GROUP_OPTIONS)
+def test_every_option_composes_or_refuses(group: str, option: str) -> None:
+    choice = f"{group}={option}"
+    overrides = [choice, *REQUIRED.get(choice, [])]
+    if choice in REFUSED:
+        assert refusal(*overrides) == REFUSED[choice]
+    else:
+        assert type(getattr(run_of(*overrides), group)) is GROUPS[group][option]
+
+
+@pytest.mark.parametrize(("group", "option"), GROUP_OPTIONS)
+def test_yaml_selects_its_own_spec(group: str, option: str) -> None:
+    """`_target_` is the registered class, and defaults are the dataclass's unless the file states them."""
+    choice = f"{group}={option}"
+    node = OmegaConf.to_container(composed(choice)[group], resolve=False)
+    spec = GROUPS[group][option]
+    assert isinstance(node, dict) and node.pop("_target_") == target_of(spec)
+    assert getattr(importlib.import_module(spec.__module__), spec.__qualname__) is spec
+    stated = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"), resolve=False)
+    assert isinstance(stated, dict) and stated.pop("defaults")[0] == f"/schema/{group}/{option}@_here_"
+    defaults = OmegaConf.to_container(OmegaConf.structured(spec), resolve=False)
+    assert isinstance(defaults, dict)
+    assert node == defaults | stated
+    assert all(defaults[key] != value for key, value in stated.items()), "a YAML states deviations only"
+
+
+def test_the_default_configuration() -> None:
+    run = run_of("run.name=x")
+    assert run.run.dir == "outputs/x"
+    for section, spec in SECTIONS.items():
+        if section != "run":
+            assert getattr(run, section) == spec()
+    chosen = [entry for entry in OmegaConf.load(CONF / "config.yaml").defaults if not isinstance(entry, str)]
+    for entry in chosen:
+        for group, option in entry.items():
+            if group in GROUPS:
+                assert type(getattr(run, group)) is GROUPS[group][option]
+
+
+def test_files_and_registry_agree() -> None:
+    files = {(path.parent.name, path.stem) for path in CONF.glob("*/*.yaml")}
+    assert files == set(GROUP_OPTIONS)
+    sections = {field.name for field in dataclasses.fields(Run)}
+    assert sections == set(GROUPS) | set(SECTIONS) | {"resume"}
+    assert set(composed()) == sections
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_a_run(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = run_of(f"+recipes={recipe}")
+    assert run.run.name == recipe
+    assert run_of(f"+recipes={recipe}", "run.steps=3").run.steps == 3
+
+
+# -- Ranges ------------------------------------------------------------------------------------------------------------
+
+OUT_OF_RANGE = [
+    "algo.beta=-0.1",
+    "algo.beta=1.1",
+    "algo.beta=nan",
+    "algo.lmbda=-1",
+    "algo.lmbda=2",
+    "algo.lmbda=0.5",
+    "cluster.device=cuda",
+    "cluster.threads=0",
+    "cluster.object_store_gb=0",
+    "cluster.start_timeout_s=0",
+    "cluster.address=''",
+    "data.max_length=0",
+    "data.size=0",
+    "data.task=''",
+    "distill.k=0",
+    "distill.temperature=0",
+    "distill.temperature=inf",
+    "eval.samples=-1",
+    "eval.every=-1",
+    "eval.max_response_tokens=0",
+    "model.provider=mcore_bridge",
+    "model.path=''",
+    "model.drop_layers=[-1]",
+    "model.drop_layers=[3,3]",
+    "placement.max_staleness=1",
+    "rollout.gpus=0",
+    "rollout.gpus=2",
+    "rollout.tensor_parallel=0",
+    "rollout.tensor_parallel=2",
+    "rollout.max_new_tokens=0",
+    "rollout.temperature=-1",
+    "rollout.top_p=-0.5",
+    "rollout.top_p=0",
+    "rollout.top_p=2",
+    "rollout.top_k=-1",
+    "rollout.max_num_seqs=0",
+    "rollout.kv_cache_gb=0",
+    "rollout.logprob_gap_warning=0",
+    "run.name=a/b",
+    "run.name=..",
+    "run.name=''",
+    "run.steps=0",
+    "run.seed=-1",
+    "run.seed=4294967296",
+    "run.save_every=-1",
+    "teacher.model=''",
+    "train.gpus=0",
+    "train.gpus=2",
+    "train.tensor_parallel=0",
+    "train.tensor_parallel=2",
+    "train.sequence_parallel=true",
+    "train.global_batch_samples=0",
+    "train.micro_batch_tokens=0",
+    "train.lr=0",
+    "train.lr=nan",
+    "train.lr=inf",
+    "train.warmup_steps=-1",
+    "train.weight_decay=-1",
+    "train.adam_beta1=-0.1",
+    "train.adam_beta1=1",
+    "train.adam_beta2=-0.1",
+    "train.adam_beta2=1",
+    "train.adam_eps=0",
+    "train.clip_grad=-1",
+]
+
+
+@pytest.mark.parametrize("override", OUT_OF_RANGE)
+def test_values_out_of_range_name_their_key(override: str) -> None:
+    key, _, value = override.partition("=")
+    config = copy.deepcopy(composed())
+    OmegaConf.update(config, key, yaml.safe_load(value))
+    with pytest.raises(InstantiationException) as caught:
+        to_run(config)
+    line = explain(caught.value)
+    assert line is not None and key in line and "\n" not in line
+
+
+def test_both_refusals_of_fullvocab_and_paths() -> None:
+    assert "distill.temperature must be greater than 0" in refusal("distill=fullvocab", "distill.temperature=-1")
+    assert "data.path is empty" in refusal("data=file", "data.path=''")
+    assert "data.name is empty" in refusal("data=hub", "data.name=''")
+    assert "data.split is empty" in refusal("data=hub", "data.name=a/b", "data.split=''")
+    assert "model.path is empty" in refusal("model=hf", "model.path=''")
+
+
+def test_limits_themselves_are_allowed() -> None:
+    run_of("algo.beta=0", "rollout.top_p=1", "rollout.temperature=0", "train.adam_beta1=0", "train.clip_grad=0")
+    run_of("algo.beta=1", "eval.samples=0", "run.seed=2147483647", "cluster.threads=1", "train.warmup_steps=100")
+
+
+# -- Across keys, options and groups -----------------------------------------------------------------------------------
+
+CONTRADICTIONS = {
+    "model.path=mine": f"model=smollm2_24l would remove layers {SmolLM2With24Layers().drop_layers} from "
+    "model.path=mine; for your own checkpoint use model=hf model.path=mine",
+    "logger.wandb_project=x": "logger.wandb_project=x has no effect without Weights & Biases; use logger=wandb, or "
+    "leave logger.wandb_project=rlhf",
+    "logger.wandb_entity=x": "logger.wandb_entity=x has no effect without Weights & Biases; use logger=wandb, or leave "
+    "logger.wandb_entity=null",
+    "logger.wandb_mode=offline": "logger.wandb_mode=offline has no effect without Weights & Biases; use logger=wandb, "
+    "or leave logger.wandb_mode=online",
+    "cluster=attached cluster.object_store_gb=4": "cluster.object_store_gb=4.0 has no effect with cluster.address=auto "
+    "(a Ray that runs already); set the size where that Ray is started, or leave cluster.object_store_gb=2.0",
+    "eval.samples=0 eval.every=2": "eval.every=2 has no effect with eval.samples=0 (no evaluation); use "
+    "eval.samples=16, or leave eval.every=0",
+    "eval.samples=0 eval.responses=student": "eval.responses=student has no effect with eval.samples=0 (no "
+    "evaluation); use eval.samples=16, or leave eval.responses=dataset",
+    "eval.samples=0 eval.max_response_tokens=5": "eval.max_response_tokens=5 has no effect with eval.samples=0 (no "
+    "evaluation); use eval.samples=16, or leave eval.max_response_tokens=128",
+    "eval.responses=student eval.max_response_tokens=5": "eval.max_response_tokens=5 has no effect with "
+    "eval.responses=student; use rollout.max_new_tokens, or leave eval.max_response_tokens=128",
+    "data=file data.path=a.jsonl data.eval_path=b.jsonl eval.samples=0": "data.eval_path=b.jsonl has no effect with "
+    "eval.samples=0 (no evaluation); use eval.samples=16, or leave data.eval_path=null",
+    "data=hub data.name=a/b data.eval_split=test eval.samples=0": "data.eval_split=test has no effect with "
+    "eval.samples=0 (no evaluation); use eval.samples=16, or leave data.eval_split=null",
+    "rollout.temperature=0 rollout.top_p=0.9": "rollout.top_p=0.9 has no effect with rollout.temperature=0 (greedy); "
+    "use rollout.temperature=1, or leave rollout.top_p=1.0",
+    "rollout.temperature=0 rollout.top_k=5": "rollout.top_k=5 has no effect with rollout.temperature=0 (greedy); "
+    "use rollout.temperature=1, or leave rollout.top_k=0",
+    "algo=grpo teacher=colocated": REFUSED["algo=grpo"],
+    "train.micro_batch_tokens=300": "train.micro_batch_tokens=300 can't hold one sample of data.max_length=256 + "
+    "rollout.max_new_tokens=128 tokens; use at least 384",
+    "train.micro_batch_tokens=400 eval.max_response_tokens=200": "train.micro_batch_tokens=400 can't hold one held-out "
+    "sample of data.max_length=256 + eval.max_response_tokens=200 tokens; use at least 456",
+    "placement.max_staleness=1": "placement.max_staleness=1 needs roles on devices of their own; placement=colocate "
+    "allows 0",
+    "resume=auto": f"resume=auto {NOT_YET} resume=never",
+    "resume=null": f"resume=null {NOT_YET} resume=never",
+}
+
+
+@pytest.mark.parametrize("overrides", CONTRADICTIONS)
+def test_contradictions_are_refused(overrides: str) -> None:
+    assert refusal(*overrides.split()) == CONTRADICTIONS[overrides]
+
+
+def test_what_looks_like_a_contradiction_but_is_none() -> None:
+    assert run_of("logger=wandb", "logger.wandb_project=x", "logger.wandb_mode=offline").logger.wandb
+    assert run_of("model=hf", "model.path=mine").model.drop_layers == []
+    assert run_of("model.drop_layers=[1]").model.drop_layers == [1]
+    assert run_of("cluster=attached").cluster.address == "auto"
+    assert run_of("eval.responses=student").eval.max_response_tokens == 128
+    assert run_of("eval.samples=0", "train.micro_batch_tokens=384").eval.samples == 0
+    options = run_of("data.task=chain_sum", "data.options.min_terms=2").data
+    assert options == run_of("data.task=chain_sum", "data.options={min_terms: 2}").data
+    assert vars(options)["options"] == {"min_terms": 2}
+
+
+def test_grpo_brings_its_partners() -> None:
+    config = composed("algo=grpo")
+    assert config.teacher._target_ == target_of(GROUPS["teacher"]["none"])
+    assert config.distill._target_ == target_of(GROUPS["distill"]["none"])
+    assert composed("algo=grpo", "teacher=colocated").teacher._target_ == target_of(GROUPS["teacher"]["colocated"])
+
+
+def test_run_checks_itself_on_construction() -> None:
+    run = run_of()
+    changed = dataclasses.replace(run.train, micro_batch_tokens=10)
+    with pytest.raises(ConfigError, match="can't hold one sample"):
+        dataclasses.replace(run, train=changed)
+    with pytest.raises(ConfigError, match="shares one set of devices"):
+        run.rollout.gpus = 2  # no spec allows it yet
+        dataclasses.replace(run)
+
+
+# -- What Hydra and OmegaConf refuse, in our words ---------------------------------------------------------------------
+
+MISTAKES = {
+    # options and groups
+    "algo=foo": "algo=foo doesn't exist; options: gkd, grpo, opsd",
+    "teacher=colocate": "teacher=colocate doesn't exist; did you mean colocated?; options: colocated, none, self, "
+    "standalone",
+    "algo=": "algo= doesn't exist; options: gkd, grpo, opsd",
+    "algos=gkd": "unknown key algos; did you mean algo?",
+    "algo@x=gkd": "unknown group algo@x; did you mean algo?",
+    "+algo=grpo": "+algo=grpo: algo is chosen already; write algo=grpo",
+    "algo=null": "a group takes the name of one option (see --help), got NoneType",
+    "algo=[gkd,grpo]": "a group takes the name of one option (see --help), got several",
+    "~algo": "algo must be an option of its group; choose one of algo=gkd, algo=grpo, algo=opsd",
+    "algo._target_=os.system": "algo must be an option of its group; choose one of algo=gkd, algo=grpo, algo=opsd",
+    "recipes=demo": "recipes has no default; write +recipes=demo",
+    "+recipes=dem": "recipes=dem doesn't exist; did you mean demo?; options: demo",
+    # unknown keys
+    "algo.bta=1": "unknown key algo.bta; did you mean algo.beta?",
+    "beta=1": "unknown key beta; did you mean algo.beta?",
+    "temperature=1": "unknown key temperature; did you mean rollout.temperature or distill.temperature?",
+    "train.steps=1": "unknown key train.steps; did you mean run.steps?",
+    "runs.steps=1": "unknown key runs; did you mean run?",
+    "run.folder=x": "unknown key run.folder; run has dir, name, overwrite, save_every, seed, steps",
+    "distill=fullvocab distill.k=8": "unknown key distill.k with distill=fullvocab; distill=topk has it",
+    "teacher=none teacher.model=x": "unknown key teacher.model with teacher=none; teacher=colocated has it",
+    "+algo.bta=1": "unknown key algo.bta; did you mean algo.beta?",
+    "++algo.bta=1": "unknown key algo.bta; did you mean algo.beta?",
+    "+stepps=1": "unknown key stepps; did you mean run.steps?",
+    "+run.dirr=x": "unknown key run.dirr; did you mean run.dir?",
+    "+algo.beta=1": "+algo.beta: the key exists already; write algo.beta=VALUE",
+    "~algo.beta": "~algo.beta: keys can't be removed; write algo.beta=VALUE",
+    # types
+    "algo.beta=abc": "algo.beta: 'abc' is not a number",
+    "algo.beta=": "algo.beta: '' is not a number",
+    "algo.beta=[1,2]": "algo.beta: '[1, 2]' is not a number",
+    "run.steps=1.5": "run.steps: '1.5' is not a whole number",
+    "run.steps=null": "run.steps: null is not allowed",
+    "logger.wandb=maybe": "logger.wandb: 'maybe' is neither true nor false",
+    "train.dtype=fp16": "train.dtype: Invalid value 'fp16', expected one of [float32, bfloat16]",
+    "distill.tail=cut": "distill.tail: Invalid value 'cut', expected one of [bucket, renormalise, drop]",
+    "model.drop_layers=3": "model.drop_layers: not a list; write [A,B,...]",
+    "model.drop_layers=[1,a]": "model.drop_layers[1]: 'a' is not a whole number",
+    "data.options=3": "data.options: Cannot assign int to Dict[str, Any]",
+    "eval=null": "eval must be a section; set its keys one by one, eval.KEY=VALUE",
+    "run=demo": "run must be a section; set its keys one by one, run.KEY=VALUE",
+    "~eval": "eval must be a section; set its keys one by one, eval.KEY=VALUE",
+    # missing values
+    "model=hf": "missing value: write model.path=FOLDER (the student's Hugging Face checkpoint)",
+    "teacher.model=???": "missing value: write teacher.model=FOLDER (a Hugging Face checkpoint with the student's "
+    "tokenizer)",
+    "model=hf data=hub": "missing values: write data.name=openai/gsm8k, model.path=FOLDER (the student's Hugging Face "
+    "checkpoint)",
+    "model=hf data=file algo=grpo": REFUSED["algo=grpo"],
+    # overrides that can't be read
+    "algo.beta==3": "can't read 'algo.beta==3'",
+    "algo.beta": "can't read 'algo.beta'",
+    "algo.beta=[1,2": "can't read 'algo.beta=[1,2'",
+    "algo.beta=0,1": "algo.beta=0,1 has several values: add -m to run each, or quote the value",
+    "run.name=${nope}": "run.name: Interpolation key 'nope' not found",
+    "run.dir=${nope:1}": "run.dir: Unsupported interpolation type nope",
+    # the command line itself
+    "algo.beta=0 algo.beta=1": "algo.beta is given twice, algo.beta=0 and algo.beta=1; keep one",
+    "algo=gkd +algo=grpo": "algo is given twice, algo=gkd and algo=grpo; keep one",
+    "--lr=1": "unrecognized arguments: --lr=1 (see --help; keys are written without dashes, KEY=VALUE)",
+}
+
+
+@pytest.mark.parametrize("overrides", MISTAKES)
+def test_mistakes_are_one_helpful_line(overrides: str) -> None:
+    line, expected = refusal(*overrides.split()), MISTAKES[overrides]
+    assert line.startswith(expected) if expected.startswith("can't read") else line == expected
+
+
+def test_giving_the_same_value_twice_is_no_contradiction() -> None:
+    check_arguments(["algo.beta=0", "algo.beta=0", "-m", "--cfg", "job"])
+
+
+def test_bugs_are_not_explained_away() -> None:
+    assert explain(TypeError("x")) is None
+    assert explain(ValueError("x")) is None
+    assert explain(PermissionError(13, "Permission denied", "/root/x")) == "Permission denied: /root/x"
+
+
+# -- The command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Run]:
+    """The runs that the command in this process would execute; `run.seed=13` is a bug."""
+    runs: list[Run] = []
+
+    def execute(run: Run, config: object) -> float:
+        if run.run.seed == 13:
+            raise AssertionError("a bug")
+        runs.append(run)
+        return 0.5
+
+    module = types.ModuleType("rlhf.execute")
+    module.execute = execute  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rlhf.execute", module)
+    monkeypatch.setattr(launch, "failed", [])
+    monkeypatch.setattr(launch, "FULL_ERROR", False)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.chdir(tmp_path)
+    return runs
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Exit code of the command in this process."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    context = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    monkeypatch.setattr(sys, "argv", ["rlhf.launch", *arguments])
+    try:
+        launch.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        GlobalHydra.instance().hydra = context
+    return 0
+
+
+def test_one_bad_job_does_not_stop_a_sweep(
+    executed: list[Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launched(monkeypatch, "-m", "algo.beta=0,9,1", "hydra.sweep.dir=sweep") == 1
+    assert [run.algo.beta for run in executed] == [0, 1]
+    assert [Path(run.run.dir).relative_to(Path.cwd()) for run in executed] == [Path("sweep/0"), Path("sweep/2")]
+    out, err = capsys.readouterr()
+    assert err == "error: job 1 (algo.beta=9): algo.beta must be in [0.0, 1.0], got 9.0\n" and out == ""
+
+
+def test_a_sweep_that_works(executed: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched(monkeypatch, "-m", "algo.beta=0,1") == 0
+    assert [run.algo.beta for run in executed] == [0, 1]
+
+
+def test_a_bug_in_one_job_shows_its_traceback_and_the_others_run(
+    executed: list[Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launched(monkeypatch, "-m", "run.seed=13,14") == 1
+    assert len(executed) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("-m algo.beta=0,abc", "algo.beta: 'abc' is not a number"),
+        ("-m algo=gkd,nope", "algo=nope doesn't exist; options: gkd, grpo, opsd"),
+        ("-m algo.beta=interval(0,1)", "BasicSweeper does not support sweep type : INTERVAL_SWEEP"),
+        ("hydra.run.dir=x", "hydra.run.dir=x has no effect; use run.dir=x"),
+        ("--resolve", "The --resolve flag can only be used in conjunction with --cfg or --help"),
+        ("--config-name=nope", "Cannot find primary config 'nope'. Check that it's in your config search path."),
+    ],
+)
+def test_nothing_starts_when_the_command_line_is_wrong(
+    arguments: str,
+    message: str,
+    executed: list[Run],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert launched(monkeypatch, *arguments.split()) == 1
+    assert not executed
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_sweep_refuses_one_folder_for_all(
+    executed: list[Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launched(monkeypatch, "-m", "run.dir=x", "algo.beta=0,1") == 1
+    assert not executed
+    assert "use hydra.sweep.dir=x" in capsys.readouterr().err
+
+
+def command(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The real command, from any folder."""
+    clean = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
+    return subprocess.run(
+        [sys.executable, "-m", "rlhf.launch", *arguments],
+        cwd=cwd,
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("algo.beta=9", "algo.beta must be in [0.0, 1.0], got 9.0"),
+        ("lr=1", "unknown key lr; did you mean train.lr?"),
+        ("model=hf", "missing value: write model.path=FOLDER (the student's Hugging Face checkpoint)"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_1(overrides: str, message: str, tmp_path: Path) -> None:
+    done = command(*overrides.split(), cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {message}\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_full_error_brings_the_traceback(tmp_path: Path) -> None:
+    done = command("algo.beta=9", cwd=tmp_path, HYDRA_FULL_ERROR="1")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "algo.beta must be in" in done.stderr
+
+
+def test_help_lists_every_option(tmp_path: Path) -> None:
+    done = command("--help", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    for group, options in GROUPS.items():
+        assert f"  {group:<10} {', '.join(options)}\n" in done.stdout
+    assert "docs/configuration.md" in done.stdout and "${" not in done.stdout.split("== Keys")[0]
+
+
+def test_the_configuration_is_printed_whole(tmp_path: Path) -> None:
+    done = command("--cfg", "job", "--resolve", "+recipes=demo", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    printed = OmegaConf.create(done.stdout)
+    whole = OmegaConf.create(OmegaConf.to_yaml(composed("+recipes=demo"), resolve=True))
+    assert printed == whole
+    assert printed.run.dir == "outputs/demo" and "${" not in done.stdout
+
+
+def test_nobody_reads_to_the_end(tmp_path: Path) -> None:
+    """`--help | less`, left at once, ends without a traceback."""
+    done = subprocess.run(
+        f"{sys.executable} -m rlhf.launch --help | true; exit ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_composing_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = """
+import sys
+import rlhf.launch as launch
+from hydra import compose, initialize_config_dir
+with initialize_config_dir(str(launch.PROJECT_ROOT / "conf"), version_base="1.3"):
+    launch.to_run(compose("config", []))
+heavy = {"torch", "ray", "vllm", "megatron", "transformers", "datasets", "wandb", "tensorboard"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr

@@ -1,0 +1,262 @@
+"""A run from start to summary, on doubles: its folder, its files, and what is said and closed when it fails."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import rlhf.placements.colocate
+from rlhf.checkpoint import Checkpoints
+from rlhf.config.algo import GKD
+from rlhf.config.cluster import Cluster
+from rlhf.config.data import FileData
+from rlhf.config.distill import FullVocab, Tail, TopK
+from rlhf.config.logger import Logger
+from rlhf.config.model import Model
+from rlhf.config.placement import Colocate
+from rlhf.config.reward import NoReward
+from rlhf.config.rollout import VllmRollout
+from rlhf.config.run import Eval, Run, RunSection
+from rlhf.config.teacher import ColocatedTeacher
+from rlhf.config.train import DType, Train
+from rlhf.data.dataset import Dataset
+from rlhf.data.rows import BadRow
+from rlhf.distill.fullvocab import FullVocabDistill
+from rlhf.distill.topk import TopKDistill
+from rlhf.errors import ConfigError, RoleDied
+from rlhf.execute import build_objective, largest_gap, prepare_folder, report_bad_rows, saved_text, train
+from rlhf.loggers.base import MetricLog, build
+from rlhf.preflight import Inputs
+from rlhf.roles.doubles import Done, DoubleEngine, DoubleScorer, DoubleTrainer, doubles
+from tests.unit.test_live_source import table_of
+
+
+def run_of(folder: Path, **sections: Any) -> Run:
+    """A legal configuration; `sections` replace its own."""
+    defaults: dict[str, Any] = dict(
+        run=RunSection(name="test", dir=str(folder), steps=2),
+        eval=Eval(samples=2),
+        resume="never",
+        model=Model(path="student"),
+        train=Train(global_batch_samples=4),
+        rollout=VllmRollout(),
+        data=FileData(path="rows.jsonl"),
+        reward=NoReward(),
+        distill=TopK(k=4),
+        teacher=ColocatedTeacher(),
+        placement=Colocate(),
+        logger=Logger(console=False, tensorboard=False),
+        cluster=Cluster(),
+        algo=GKD(),
+    )
+    return Run(**{**defaults, **sections})
+
+
+# ---- the folder -----------------------------------------------------------------------------------------------------
+
+
+def overwriting(folder: Path) -> Run:
+    return run_of(folder, run=RunSection(dir=str(folder), overwrite=True))
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_the_configuration_is_written_into_a_new_folder(exists: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "test"
+    if exists:
+        folder.mkdir(parents=True)
+    config = {"run": {"steps": 2}, "train": {"dtype": DType.float32, "lr": 1e-5}, "eval": None}
+    assert prepare_folder(run_of(folder), config) == folder
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    assert written == {"run": {"steps": 2}, "train": {"dtype": "float32", "lr": 1e-5}, "eval": None}
+
+
+def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match=rf"run\.dir={tmp_path} holds something already; .* run\.overwrite=true"):
+        prepare_folder(run_of(tmp_path), {})
+    with pytest.raises(ConfigError, match=rf"overwrite=true would delete run\.dir={tmp_path}, which no run made"):
+        prepare_folder(overwriting(tmp_path), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_overwrite_leaves_nothing_of_the_earlier_run(tmp_path: Path) -> None:
+    folder = tmp_path / "test"
+    prepare_folder(run_of(folder), {"old": 1})
+    (folder / "checkpoints" / "final").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds something already"):
+        prepare_folder(run_of(folder), {"new": 1})
+    prepare_folder(overwriting(folder), {"new": 1})
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == {"new": 1}
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "test").write_text("")
+    for run in (run_of(tmp_path / "test"), overwriting(tmp_path / "test")):
+        with pytest.raises(ConfigError, match=r"run\.dir=.*/test is a file; choose another run\.name"):
+            prepare_folder(run, {})
+
+
+# ---- the parts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rollout", "trainer", "given", "expected"),
+    [
+        (DType.float32, DType.float32, None, 1e-3),
+        (DType.bfloat16, DType.float32, None, 0.1),
+        (DType.float32, DType.bfloat16, None, 0.1),
+        (DType.bfloat16, DType.bfloat16, None, 0.1),
+        (DType.float32, DType.float32, 0.5, 0.5),
+    ],
+)
+def test_largest_gap(rollout: DType, trainer: DType, given: float | None, expected: float, tmp_path: Path) -> None:
+    run = run_of(tmp_path, rollout=VllmRollout(dtype=rollout, logprob_gap_warning=given), train=Train(dtype=trainer))
+    assert largest_gap(run) == expected
+
+
+def test_saved_text(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(DoubleTrainer(), tmp_path, save_every=0)
+    assert saved_text(checkpoints) == "no checkpoint was saved (run.save_every writes them on the way)"
+    checkpoints.saved = [Path("a/step_1"), Path("a/step_2")]
+    assert saved_text(checkpoints) == "saved: a/step_1, a/step_2"
+
+
+def test_the_objective_is_the_configurations(tmp_path: Path) -> None:
+    run = run_of(tmp_path, algo=GKD(beta=0.25), distill=TopK(k=3, tail=Tail.drop), rollout=VllmRollout(temperature=0.7))
+    objective = build_objective(run)
+    assert objective.distill == TopKDistill(k=3, tail=Tail.drop, temperature=1.0)
+    assert (objective.beta, objective.sampler_temperature) == (0.25, 0.7)
+    objective = build_objective(run_of(tmp_path, distill=FullVocab(temperature=2.0), rollout=VllmRollout(top_k=5)))
+    assert objective.distill == FullVocabDistill(temperature=2.0)
+    assert (objective.beta, objective.sampler_temperature) == (0.5, None)
+
+
+class Words:
+    """A tokenizer that decodes to token numbers."""
+
+    def decode(self, tokens: Any, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return " ".join(map(str, tokens.tolist()))
+
+
+def inputs_of(bad_rows: int = 0, held_out: int = 2) -> Inputs:
+    bad = [BadRow(f"rows.jsonl:{i}", "no prompt") for i in range(1, bad_rows + 1)]
+    dataset = Dataset(table_of(10), table_of(held_out, first=50), bad, {})
+    return Inputs(Path("student"), Path("teacher"), None, Words(), (2,), dataset)  # type: ignore[arg-type]
+
+
+def test_bad_rows_are_counted_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report_bad_rows(inputs_of(bad_rows=2), tmp_path, MetricLog([]))
+    listing = tmp_path / "bad_rows.txt"
+    assert listing.read_text() == "rows.jsonl:1: no prompt\nrows.jsonl:2: no prompt\n"
+    assert capsys.readouterr().err == (
+        f"warning: 2 rows are left out (data.on_bad_row=skip), listed in {listing}; "
+        "the first: rows.jsonl:1: no prompt\n"
+    )
+
+
+# ---- the whole ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Roles:
+    """What a placement starts."""
+
+    trainer: DoubleTrainer
+    scorer: DoubleScorer
+    engine: DoubleEngine
+    described: tuple[str, ...] = ("trainer: a double",)
+    closed: int = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def roles(monkeypatch: pytest.MonkeyPatch) -> Roles:
+    roles = Roles(*doubles())
+    monkeypatch.setattr(rlhf.placements.colocate, "start", lambda run, inputs, objective: roles)
+    return roles
+
+
+def train_in(folder: Path, inputs: Inputs | None = None, **sections: Any) -> float | None:
+    run = run_of(folder, **sections)
+    folder = prepare_folder(run, {})
+    log = build(run.logger, folder, run.run.name, {}, run.run.steps)
+    try:
+        return train(run, inputs or inputs_of(), folder, log)
+    finally:
+        log.close()
+
+
+def test_a_whole_run(tmp_path: Path, roles: Roles) -> None:
+    folder = tmp_path / "test"
+    settings = RunSection(name="test", dir=str(folder), steps=3, save_every=2)
+    assert train_in(folder, inputs_of(bad_rows=1), run=settings) == 1 / 4  # the double's KL at version 3
+    assert roles.closed == 1
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["bad_rows"], summary["roles"]) == (3, 1, ["trainer: a double"])
+    assert summary["eval_before"] == {"eval/forward_kl": 1.0, "eval/reverse_kl": 2.0}
+    assert summary["eval_after"] == {"eval/forward_kl": 0.25, "eval/reverse_kl": 0.5}
+    assert summary["sample"]["prompt"] == "150 150 150"
+    assert summary["sample"]["before"] != summary["sample"]["after"] != ""
+    assert summary["checkpoint"] == str(folder / "checkpoints" / "final")
+    assert summary["saved"] == [str(folder / "checkpoints" / "step_2")]
+    assert {"rollout", "score", "train", "sync", "step"} <= set(summary["phases"])
+    assert (folder / "checkpoints" / "final" / "version.txt").read_text() == "3"
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 3, 3]
+
+
+def test_without_evaluation_there_is_no_objective(tmp_path: Path, roles: Roles) -> None:
+    assert train_in(tmp_path / "test", inputs_of(held_out=0), eval=Eval(samples=0)) is None
+    summary = json.loads((tmp_path / "test" / "summary.json").read_text())
+    assert (summary["sample"], summary["eval_before"], summary["eval_after"]) == (None, {}, {})
+
+
+def failing_at_step_2(error: BaseException) -> Any:
+    class Fails(DoubleTrainer):
+        def train(self, experience: Any) -> Done[dict[str, float]]:
+            if experience.step == 2:
+                raise error
+            return super().train(experience)
+
+    return Fails
+
+
+@pytest.mark.parametrize(("save_every", "said"), [(0, "no checkpoint was saved"), (1, "saved: .*/step_1$")])
+def test_a_failure_says_what_was_saved_and_gives_the_devices_back(
+    save_every: int, said: str, tmp_path: Path, roles: Roles
+) -> None:
+    roles.trainer = failing_at_step_2(RoleDied("the trainer ended"))(roles.trainer.events, roles.trainer.scored)
+    settings = RunSection(name="test", dir=str(tmp_path), steps=3, save_every=save_every)
+    with pytest.raises(RoleDied, match=f"^the trainer ended; {said}"):
+        train_in(tmp_path, run=settings)
+    assert roles.closed == 1
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug")])
+def test_whatever_stops_a_run_the_devices_are_given_back(
+    error: BaseException, tmp_path: Path, roles: Roles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    roles.trainer = failing_at_step_2(error)(roles.trainer.events, roles.trainer.scored)
+    with pytest.raises(type(error)):
+        train_in(tmp_path)
+    assert roles.closed == 1
+    interrupted = "warning: interrupted; no checkpoint was saved (run.save_every writes them on the way)\n"
+    assert capsys.readouterr().err == (interrupted if isinstance(error, KeyboardInterrupt) else "")
+
+
+def test_the_configuration_reaches_the_source(tmp_path: Path, roles: Roles) -> None:
+    train_in(tmp_path, train=Train(global_batch_samples=3), rollout=VllmRollout(dtype=DType.bfloat16))
+    asked = [event.what for event in roles.trainer.events if event.call == "generate"]
+    assert [len(prompts) for prompts in asked] == [3, 3]
+    assert {bucket.dtypes for bucket in roles.trainer.events[0].what} == {("bfloat16",)}
