@@ -30,6 +30,10 @@ class RoleDied(RlhfError):
     """A trainer or engine process ended in the middle of a run."""
 
 
+class RoleFailed(RlhfError):
+    """A call to a trainer or engine process raised something that isn't ours. The traceback is its cause."""
+
+
 class StaleWeights(RlhfError):
     """An engine was asked to generate with another weight version than it holds."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import shutil
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,9 @@ def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | Non
         log.warn(f"interrupted; {saved_text(checkpoints)}")
         raise
     except RlhfError as error:
-        raise type(error)(f"{error}; {saved_text(checkpoints)}") from error
+        trace = folder / "traceback.txt"
+        trace.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        raise type(error)(f"{error}; {saved_text(checkpoints)}; traceback in {trace}") from error
     finally:
         roles.close()
     summary = report.RunSummary(

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf.config.cluster import Cluster
-from rlhf.errors import ClusterError, RlhfError, RoleDied
+from rlhf.errors import ClusterError, RlhfError, RoleDied, RoleFailed, one_line
 
 T = TypeVar("T")
 
@@ -39,17 +39,18 @@ def wait_for(role: str, references: list[Any], timeout_s: float | None = None) -
     Raises:
         RoleDied: the process behind a reference ended.
         RlhfError: raised by the role itself, as it was.
+        RoleFailed: the role raised anything else.
         ClusterError: not there within `timeout_s` seconds.
     """
     try:
         return ray.get(references, timeout=timeout_s)
     except RayActorError as error:
-        reason = " ".join(str(error).split())
-        raise RoleDied(f"the {role} process ended unexpectedly: {reason[:300]}") from error
+        raise RoleDied(f"the {role} process ended unexpectedly: {one_line(error)[:300]}") from error
     except RayTaskError as error:
         if isinstance(error.cause, RlhfError):
             raise error.cause from None
-        raise
+        cause = one_line(error.cause)[:300]
+        raise RoleFailed(f"the {role} failed with {type(error.cause).__name__}: {cause}") from error
     except GetTimeoutError:
         raise ClusterError(
             f"the {role} process was not ready within cluster.start_timeout_s={timeout_s:g} seconds"

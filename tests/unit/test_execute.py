@@ -231,15 +231,18 @@ def failing_at_step_2(error: BaseException) -> Any:
     return Fails
 
 
-@pytest.mark.parametrize(("save_every", "said"), [(0, "no checkpoint was saved"), (1, "saved: .*/step_1$")])
+@pytest.mark.parametrize(
+    ("save_every", "said"), [(0, "no checkpoint was saved"), (1, "saved: .*/checkpoints/step_1; ")]
+)
 def test_a_failure_says_what_was_saved_and_gives_the_devices_back(
     save_every: int, said: str, tmp_path: Path, roles: Roles
 ) -> None:
     roles.trainer = failing_at_step_2(RoleDied("the trainer ended"))(roles.trainer.events, roles.trainer.scored)
     settings = RunSection(name="test", dir=str(tmp_path), steps=3, save_every=save_every)
-    with pytest.raises(RoleDied, match=f"^the trainer ended; {said}"):
+    with pytest.raises(RoleDied, match=rf"^the trainer ended; {said}.*traceback in {tmp_path}/traceback\.txt$"):
         train_in(tmp_path, run=settings)
     assert roles.closed == 1
+    assert "in train\n" in (tmp_path / "traceback.txt").read_text()
     assert not (tmp_path / "summary.json").exists()
 
 
