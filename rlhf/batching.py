@@ -25,6 +25,7 @@ def response_rows(length: int, prompt_length: int) -> Int64[np.ndarray, " r"]:
 
     The only place that knows this shift; student, teacher and log-prob comparisons all go through it.
     """
+    assert prompt_length >= 1, "the first response token is predicted by the prompt's last row"
     return np.arange(prompt_length - 1, length - 1, dtype=np.int64)
 
 
@@ -72,29 +73,30 @@ def plan_batch(
     if len(padded) < data_parallel:
         raise ConfigError(
             f"a batch of {len(padded)} samples can't feed {data_parallel} data-parallel ranks; "
-            "raise train.global_batch_samples or lower train.gpus"
+            "raise train.global_batch_samples (eval.samples, if it is the held-out batch) or lower train.gpus"
         )
     if max(padded) > micro_batch_tokens:
         raise ConfigError(
             f"a sample of {max(padded)} tokens doesn't fit train.micro_batch_tokens={micro_batch_tokens}; raise it, or "
             "lower data.max_length or rollout.max_new_tokens"
         )
-    per_rank = _spread(padded, range(len(padded)), data_parallel)
-    fewest_rows = min(len(rows) for rows in per_rank)
-    for micro_batches in range(1, fewest_rows + 1):  # every rank runs the same number of forward passes
-        split = [_spread(padded, rows, micro_batches) for rows in per_rank]
-        largest = max(_micro_tokens(padded, rows, padding_free) for rank in split for rows in rank)
-        if largest <= micro_batch_tokens:
-            break
-    else:
-        raise ConfigError(
-            f"{len(padded)} samples on {data_parallel} ranks can't be cut into micro-batches of "
-            f"train.micro_batch_tokens={micro_batch_tokens}; raise it"
-        )
     ranks = tuple(
-        tuple(MicroBatchPlan(tuple(rows), _micro_tokens(padded, rows, padding_free)) for rows in rank) for rank in split
+        _cut(padded, rows, micro_batch_tokens, padding_free)
+        for rows in _spread(padded, range(len(padded)), data_parallel)
     )
     return BatchPlan(ranks=ranks, padding_free=padding_free, pad_multiple=pad_multiple)
+
+
+def _cut(
+    padded: Sequence[int], rows: Sequence[int], micro_batch_tokens: int, padding_free: bool
+) -> tuple[MicroBatchPlan, ...]:
+    """One rank's rows in as few micro-batches as the budget allows; one row each always fits."""
+    for count in range(1, len(rows) + 1):
+        parts = _spread(padded, rows, count)
+        tokens = [_micro_tokens(padded, part, padding_free) for part in parts]
+        if max(tokens) <= micro_batch_tokens:
+            return tuple(MicroBatchPlan(tuple(part), size) for part, size in zip(parts, tokens, strict=True))
+    raise AssertionError("a single row fits the budget")
 
 
 # ---- packing --------------------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhf.roles.protocols import Trainer
+from rlhf.types import Metrics
 
 
 @dataclass
@@ -17,9 +19,13 @@ class Checkpoints:
     save_every: int
     saved: list[Path] = field(default_factory=list)
 
-    def after_step(self, step: int) -> None:
-        if self.save_every and step % self.save_every == 0:
-            self._save(f"step_{step}")
+    def after_step(self, step: int) -> Metrics:
+        """Save if it is due. Returns the seconds it took."""
+        if not self.save_every or step % self.save_every != 0:
+            return {}
+        started = time.perf_counter()
+        self._save(f"step_{step}")
+        return {"time/save": time.perf_counter() - started}
 
     def finish(self) -> Path:
         """The weights after the last step."""

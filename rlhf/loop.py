@@ -27,6 +27,7 @@ def run_steps(
     started = time.perf_counter()
     for experience in source:
         metrics = {**experience.metrics, **trainer.train(experience).result()}
+        metrics |= checkpoints.after_step(experience.step)
         now = time.perf_counter()
         log.log(experience.step, {**metrics, **speed(experience, now - started)})
         started = now
@@ -36,7 +37,6 @@ def run_steps(
                 f"step {experience.step}: sampler and trainer disagree by {gap:.2g} nats a token on average, above "
                 f"rollout.logprob_gap_warning={largest_gap:g}"
             )
-        checkpoints.after_step(experience.step)
 
 
 def speed(experience: Experience, seconds: float) -> Metrics:

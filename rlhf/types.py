@@ -108,7 +108,8 @@ class MicroBatchPlan:
 class BatchPlan:
     """Immutable: sample -> data-parallel rank -> micro-batch -> position. Made once a step, from lengths alone.
 
-    `ranks[r]` holds the micro-batches of data-parallel rank r; every rank has the same number.
+    `ranks[r]` holds the micro-batches of data-parallel rank r. Their number may differ between ranks, which meet only
+    when gradients are summed.
     """
 
     ranks: tuple[tuple[MicroBatchPlan, ...], ...]

@@ -44,9 +44,10 @@ class Totals:
             maxima=_merged(self.maxima, other.maxima, max),
         )
 
-    def means(self) -> dict[str, float]:
-        """Metric name -> mean over rows (sums), or the value as it is."""
-        return {**self.weighted, **{name: total / self.rows for name, total in self.sums.items()}, **self.maxima}
+    def means(self, optimizer_steps: int = 1) -> dict[str, float]:
+        """Metric name -> mean over rows (sums), mean over optimizer steps (weighted), or the largest (maxima)."""
+        weighted = {name: total / optimizer_steps for name, total in self.weighted.items()}
+        return {**weighted, **{name: total / self.rows for name, total in self.sums.items()}, **self.maxima}
 
 
 def _merged(a: dict[str, float], b: dict[str, float], combine: Callable[[float, float], float]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,6 +40,7 @@ class Evaluator:
         on_the_way = self.spec.every > 0 and step % self.spec.every == 0
         if self.spec.samples == 0 or not (first_or_last or on_the_way):
             return
+        started = time.perf_counter()
         prompt = prompts_of(self.held_out, [0], seed=self.seed, step=0)
         completion = self.engine.generate(prompt, version, greedy=True).result().sequences
         self.samples[step] = completion.tokens[completion.prompt_lengths[0] :]
@@ -50,7 +52,7 @@ class Evaluator:
             padding_free=self.train.padding_free,
         )
         self.results[step] = self.trainer.evaluate(sequences, plan).result()
-        self.report(step, self.results[step])
+        self.report(step, {**self.results[step], "time/eval": time.perf_counter() - started})
 
     def _sequences(self, version: int) -> Sequences:
         if self.spec.responses is EvalResponses.dataset:

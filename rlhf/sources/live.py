@@ -42,8 +42,8 @@ class LiveSource:
         for step in range(1, self.steps + 1):
             seconds: Metrics = {}
             version = self._sync(seconds)
-            with self._timed("eval", seconds):
-                self.evaluator.after_step(step - 1, version)
+            self.phase("eval")
+            self.evaluator.after_step(step - 1, version)
             with self._timed("rollout", seconds):
                 prompts = prompts_of(self.table, self.cursor.take(self.batch_samples), seed=self.seed, step=step)
                 rollouts = self.engine.generate(prompts, version).result()
@@ -58,10 +58,9 @@ class LiveSource:
                 minibatches=minibatches,
                 metrics={**seconds, **describe(rollouts)},
             )
-        seconds = {}
-        version = self._sync(seconds)
-        with self._timed("eval", seconds):
-            self.evaluator.after_step(self.steps, version)
+        version = self._sync({})
+        self.phase("eval")
+        self.evaluator.after_step(self.steps, version)
 
     def _sync(self, seconds: Metrics) -> int:
         """Give the engine the trainer's weights -> the trainer's version, so that one that missed them refuses."""

@@ -92,7 +92,7 @@ def test_overwrite_leaves_nothing_of_the_earlier_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds something already"):
         prepare_folder(run_of(folder), {"new": 1})
     prepare_folder(overwriting(folder), {"new": 1})
-    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+    assert sorted(path.name for path in folder.iterdir()) == [".rlhf-run", "config.yaml"]
     assert yaml.safe_load((folder / "config.yaml").read_text()) == {"new": 1}
 
 

@@ -73,7 +73,7 @@ def test_what_is_logged_each_step(tmp_path: Path) -> None:
     assert [step for step, _ in logged] == [1, 2, 3]
     for _, metrics in logged:
         assert set(metrics) == {
-            *("time/sync", "time/eval", "time/rollout", "time/score", "time/train", "time/step"),
+            *("time/sync", "time/rollout", "time/score", "time/train", "time/step"),
             *("perf/tokens_per_second", "perf/response_tokens_per_second"),
             *("rollout/response_tokens_mean", "rollout/response_tokens_max", "rollout/prompt_tokens_mean"),
             *("rollout/finished_share", "rollout/weight_version", "train/loss"),

@@ -180,7 +180,7 @@ class MegatronTrainer:
             grad_norms.append(grad_norm)
         self._scores.clear()
         return {
-            **totals.means(),
+            **totals.means(optimizer_steps=len(experience.minibatches)),
             "train/grad_norm": float(np.mean(grad_norms)),
             "train/lr": lr,
             "train/weight_version": float(self.version),
