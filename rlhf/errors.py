@@ -42,6 +42,10 @@ class MisalignedScores(RlhfError):
     """Teacher scores don't cover exactly the response rows they are joined to."""
 
 
+class TrainingDiverged(RlhfError):
+    """A gradient that isn't finite."""
+
+
 def one_line(text: object) -> str:
     """`text` on a single line."""
     return " ".join(str(text).split())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -54,14 +55,14 @@ def execute(run: Run, config: Any) -> float | None:
     Raises:
         RlhfError: anything the user can do something about, in one line.
     """
+    folder = check_folder(run)
     if run.logger.console:
         print("checking models, tokenizers and data ...", flush=True)
     inputs = check_inputs(run)
-    folder = prepare_folder(run, config)
+    prepare_folder(folder, config)
     log = build_log(run.logger, folder, run.run.name, config, run.run.steps)
     try:
-        if inputs.dataset.bad_rows:
-            report_bad_rows(inputs, folder, log)
+        report_data(inputs, folder, log)
         return train(run, inputs, folder, log)
     finally:
         log.close()
@@ -69,7 +70,7 @@ def execute(run: Run, config: Any) -> float | None:
 
 def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | None:
     """Start the roles, run the loop, save, report; whatever happens, give the devices back."""
-    roles = start_roles(run, inputs, log)
+    roles = start_roles(run, inputs, folder, log)
     checkpoints = Checkpoints(roles.trainer, folder / "checkpoints", run.run.save_every)
     started = time.perf_counter()
     try:
@@ -81,9 +82,8 @@ def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | Non
         log.warn(f"interrupted; {saved_text(checkpoints)}")
         raise
     except RlhfError as error:
-        trace = folder / "traceback.txt"
-        trace.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        raise type(error)(f"{error}; {saved_text(checkpoints)}; traceback in {trace}") from error
+        trace = keep_traceback(error, folder)
+        raise type(error)(f"{error}; {saved_text(checkpoints)}; traceback in {report.shown_path(trace)}") from error
     finally:
         roles.close()
     evaluator = source.evaluator
@@ -106,7 +106,14 @@ def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | Non
     return summary.eval_after.get("eval/forward_kl")
 
 
-def start_roles(run: Run, inputs: Inputs, log: MetricLog) -> Roles:
+def keep_traceback(error: Exception, folder: Path) -> Path:
+    """Write down where an error came from; the person sees one line."""
+    path = folder / "traceback.txt"
+    path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    return path
+
+
+def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles:
     """Ray and every role, ready."""
     from rlhf.placements.colocate import start
 
@@ -118,6 +125,8 @@ def start_roles(run: Run, inputs: Inputs, log: MetricLog) -> Roles:
     except STOPPED:
         log.warn("interrupted while starting; nothing was saved")
         raise
+    except RlhfError as error:
+        raise type(error)(f"{error}; traceback in {report.shown_path(keep_traceback(error, folder))}") from error
 
 
 def build_source(run: Run, inputs: Inputs, roles: Roles, log: MetricLog) -> LiveSource:
@@ -154,7 +163,10 @@ def publish(summary: report.RunSummary, run: Run, folder: Path, log: MetricLog) 
     log.summary({**summary.eval_after, "steps": summary.steps, "seconds": summary.seconds})
     log.close()
     if run.logger.jsonl:
-        plot_run(folder)
+        try:
+            plot_run(folder)
+        except RlhfError as error:  # the run itself is done and saved
+            print(f"warning: no curves.svg: {error}", file=sys.stderr)
     if run.logger.console:
         import rich.console
 
@@ -179,35 +191,49 @@ def build_objective(run: Run) -> GKDObjective:
     )
 
 
-def prepare_folder(run: Run, config: Any) -> Path:
-    """Make the run's folder and write the configuration into it.
+def check_folder(run: Run) -> Path:
+    """The run's folder, absolute, since processes that Ray started elsewhere write there, too.
 
     Raises:
-        ConfigError: the folder holds something already, or is a file.
+        ConfigError: an earlier run is in it, or something no run made, or it is a file.
     """
-    folder = Path(run.run.dir)
+    folder = Path(run.run.dir).resolve()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run.dir={folder} is a file; choose another run.name or run.dir")
-    if folder.exists() and any(folder.iterdir()):
-        if not run.run.overwrite:
-            raise ConfigError(
-                f"run.dir={folder} holds something already; choose another run.name, or use run.overwrite=true"
-            )
-        if not (folder / MARK).exists():
-            raise ConfigError(f"run.overwrite=true would delete run.dir={folder}, which no run made; choose another")
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).touch()
-    OmegaConf.save(OmegaConf.create(config), folder / CONFIG_FILE)
+    if not folder.exists() or not any(folder.iterdir()):
+        return folder
+    if not (folder / MARK).exists():
+        raise ConfigError(f"run.dir={folder} holds something that no run made; choose another run.name or run.dir")
+    began = any((folder / name).exists() for name in ("metrics.jsonl", "tensorboard", "wandb", "checkpoints"))
+    if began and not run.run.overwrite:
+        raise ConfigError(f"run.dir={folder} holds an earlier run; choose another run.name, or use run.overwrite=true")
     return folder
 
 
-def report_bad_rows(inputs: Inputs, folder: Path, log: MetricLog) -> None:
-    """Say how many rows are left out, and list all of them in a file."""
-    rows = inputs.dataset.bad_rows
-    listing = folder / "bad_rows.txt"
-    listing.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-    log.warn(f"{len(rows)} rows are left out (data.on_bad_row=skip), listed in {listing}; the first: {rows[0]}")
+def prepare_folder(folder: Path, config: Any) -> None:
+    """Empty the folder of an earlier run, which `check_folder` has allowed, and write the configuration into it."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / MARK).touch()
+    OmegaConf.save(OmegaConf.create(config), folder / CONFIG_FILE)
+
+
+def report_data(inputs: Inputs, folder: Path, log: MetricLog) -> None:
+    """Say what became of the rows; list the bad ones in a file."""
+    statistics, bad_rows = inputs.dataset.statistics, inputs.dataset.bad_rows
+    log.log(0, statistics)
+    if bad_rows:
+        listing = folder / "bad_rows.txt"
+        listing.write_text("".join(f"{row}\n" for row in bad_rows), encoding="utf-8")
+        log.warn(
+            f"{len(bad_rows)} rows are left out (data.on_bad_row=skip), listed in {report.shown_path(listing)}; "
+            f"the first: {bad_rows[0]}"
+        )
+    if cut := statistics["data/truncated_rows"]:
+        log.warn(f"{cut:.0f} prompts were cut to data.max_length tokens (data.truncation=left)")
+    if repeated := statistics["data/held_out_rows_also_in_train"]:
+        log.warn(f"{repeated:.0f} held-out prompts are among the training prompts, too")
 
 
 def describe_data(inputs: Inputs) -> str:
@@ -244,7 +270,7 @@ def saved_text(checkpoints: Checkpoints) -> str:
     """What of the run is on disk."""
     if not checkpoints.saved:
         return "no checkpoint was saved (run.save_every writes them on the way)"
-    return f"saved: {', '.join(map(str, checkpoints.saved))}"
+    return f"saved: {', '.join(map(report.shown_path, checkpoints.saved))}"
 
 
 def versions() -> dict[str, str]:

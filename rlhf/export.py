@@ -9,18 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-"""Files a checkpoint takes over from the one it started from."""
+from rlhf.assets import side_files
 
 
 def save_hf(folder: Path, tensors: Iterable[tuple[str, Any]], source: Path, dtype: str) -> None:
@@ -44,9 +33,8 @@ def save_hf(folder: Path, tensors: Iterable[tuple[str, Any]], source: Path, dtyp
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for name in COMPANIONS:
-            if (source / name).exists():
-                shutil.copy2(source / name, unfinished / name)
+        for file in side_files(source, config=False):
+            shutil.copy2(file, unfinished / file.name)
         if folder.exists():
             shutil.rmtree(folder)
         unfinished.rename(folder)

@@ -7,7 +7,6 @@ source ──Experience──► trainer.train ──metrics──► log
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from rlhf.checkpoint import Checkpoints
@@ -24,13 +23,11 @@ def run_steps(
     Args:
         largest_gap: mean log-probability gap between sampler and trainer above which the person is warned.
     """
-    started = time.perf_counter()
     for experience in source:
         metrics = {**experience.metrics, **trainer.train(experience).result()}
+        metrics |= speed(experience, metrics)
         metrics |= checkpoints.after_step(experience.step)
-        now = time.perf_counter()
-        log.log(experience.step, {**metrics, **speed(experience, now - started)})
-        started = now
+        log.log(experience.step, metrics)
         gap = metrics.get("rollout/logprob_gap_mean", 0.0)
         if not gap <= largest_gap:  # not a number is the worst gap
             log.warn(
@@ -39,8 +36,9 @@ def run_steps(
             )
 
 
-def speed(experience: Experience, seconds: float) -> Metrics:
-    """Seconds of a whole step, and tokens a second over it."""
+def speed(experience: Experience, metrics: Metrics) -> Metrics:
+    """Seconds of a step, which is the sum of its phases (evaluation and saving aside), and tokens a second over it."""
+    seconds = sum(value for name, value in metrics.items() if name.startswith("time/"))
     return {
         "time/step": seconds,
         "perf/tokens_per_second": len(experience.sequences.tokens) / seconds,

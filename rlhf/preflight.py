@@ -35,13 +35,8 @@ def check_inputs(run: Run) -> Inputs:
     """
     student = assets.resolve(run.model.path, run.model.drop_layers)
     architecture = Architecture.from_config(assets.read_config(student), f"model.path={run.model.path}")
-    teacher = _check_teacher(run, student) if isinstance(run.teacher, ColocatedTeacher) else None
-    _check_lengths(run, architecture)
-    if isinstance(run.distill, TopK) and run.distill.k > architecture.vocab:
-        raise ConfigError(
-            f"distill.k={run.distill.k} exceeds the vocabulary of {architecture.vocab} tokens; "
-            f"use distill.k={architecture.vocab} or less, or distill=fullvocab"
-        )
+    _check_lengths(run, architecture, f"model.path={run.model.path}")
+    teacher = _check_teacher(run, student, architecture) if isinstance(run.teacher, ColocatedTeacher) else None
     tokenizer = tokenizers.load_tokenizer(student)
     stop_token_ids = tokenizers.stop_token_ids(student, tokenizer)
     if not stop_token_ids:
@@ -56,21 +51,33 @@ def check_inputs(run: Run) -> Inputs:
     return Inputs(student, teacher, architecture, tokenizer, stop_token_ids, dataset)
 
 
-def _check_teacher(run: Run, student: Path) -> Path:
+def _check_teacher(run: Run, student: Path, architecture: Architecture) -> Path:
     """The teacher's folder, once it is known to fit the student."""
-    teacher = assets.resolve(run.teacher.model, key="teacher.model")
-    Architecture.from_config(assets.read_config(teacher), f"teacher.model={run.teacher.model}")
+    name = f"teacher.model={run.teacher.model}"
+    folder = assets.resolve(run.teacher.model, key="teacher.model")
+    teacher = Architecture.from_config(assets.read_config(folder), name)
+    _check_lengths(run, teacher, name)
     try:
-        tokenizers.check_same_tokens(student, teacher)
+        tokenizers.check_same_tokens(student, folder)
     except ModelError as error:
-        raise ModelError(f"model.path={run.model.path}, teacher.model={run.teacher.model}: {error}") from error
-    return teacher
-
-
-def _check_lengths(run: Run, architecture: Architecture) -> None:
-    longest = run.data.max_length + run.rollout.max_new_tokens
-    if longest > architecture.max_positions:
+        raise ModelError(f"model.path={run.model.path}, {name}: {error}") from error
+    shared = min(architecture.vocab, teacher.vocab)
+    if isinstance(run.distill, TopK) and run.distill.k > shared:
         raise ConfigError(
-            f"data.max_length={run.data.max_length} + rollout.max_new_tokens={run.rollout.max_new_tokens} is more than "
-            f"the {architecture.max_positions} positions of model.path={run.model.path}; lower one of them"
+            f"distill.k={run.distill.k} exceeds the vocabulary of {shared} tokens; use distill.k={shared} or less, or "
+            "distill=fullvocab"
         )
+    return folder
+
+
+def _check_lengths(run: Run, architecture: Architecture, name: str) -> None:
+    """Every sequence the run may make has a position for each token."""
+    budgets = {"rollout.max_new_tokens": run.rollout.max_new_tokens}
+    if run.eval.samples > 0 and run.eval.responses is EvalResponses.dataset:
+        budgets["eval.max_response_tokens"] = run.eval.max_response_tokens
+    for key, tokens in budgets.items():
+        if run.data.max_length + tokens > architecture.max_positions:
+            raise ConfigError(
+                f"data.max_length={run.data.max_length} + {key}={tokens} is more than the "
+                f"{architecture.max_positions} positions of {name}; lower one of them"
+            )

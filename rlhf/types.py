@@ -154,5 +154,3 @@ class Bucket:
     """bfloat16, which numpy lacks, as uint16 bits."""
     dtypes: tuple[str, ...]
     """The true number format of each array."""
-    last: bool
-    """Nothing is missing after this one."""

@@ -8,25 +8,28 @@ from typing import Any
 
 import ray
 
-from rlhf.backends.cluster import RayCluster, RayFuture, wait_for
+from rlhf.backends.cluster import RayCluster, RayFuture, iterate, wait_for
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.backends.vllm.setup import EngineSetup
 from rlhf.types import BatchPlan, Experience, Metrics, MiniBatch, Prompts, Rollouts, Sequences
 
-BUCKET_BYTES = 256 * 2**20
-"""Weights on their way: large enough to amortise a call, small enough that two fit any object store."""
+BUCKET_BYTES = 128 * 2**20
+"""Weights on their way: large enough to amortise a call, small enough that a few fit any object store."""
+IN_FLIGHT = 2
+"""Buckets that wait to be loaded, and buckets made ahead of them."""
 
 
 class TrainerActor:
     """A `MegatronTrainer` in a process of its own. Megatron is imported there, not in the driver."""
 
-    def __init__(self, *args: Any) -> None:
-        from rlhf.backends.megatron.trainer import MegatronTrainer
-
-        self.trainer = MegatronTrainer(*args)
+    def __init__(self, setup: TrainerSetup) -> None:
+        self.setup = setup
 
     def ready(self) -> None:
-        """Answered once the model is loaded."""
+        """Load the models. Not in `__init__`: an actor that fails there dies, and its reason is lost in Ray's words."""
+        from rlhf.backends.megatron.trainer import MegatronTrainer
+
+        self.trainer = MegatronTrainer(self.setup)
 
     def train(self, experience: Experience) -> Metrics:
         return self.trainer.train(experience)
@@ -37,7 +40,7 @@ class TrainerActor:
     def evaluate(self, sequences: Sequences, plan: BatchPlan) -> Metrics:
         return self.trainer.evaluate(sequences, plan)
 
-    @ray.method(num_returns="streaming")
+    @ray.method(num_returns="streaming", _generator_backpressure_num_objects=IN_FLIGHT)
     def buckets(self, dtype: str) -> Iterator[Any]:
         yield from self.trainer.buckets(dtype, BUCKET_BYTES)
 
@@ -48,13 +51,14 @@ class TrainerActor:
 class EngineActor:
     """A `VllmEngine` in a process of its own."""
 
-    def __init__(self, *args: Any) -> None:
-        from rlhf.backends.vllm.engine import VllmEngine
-
-        self.engine = VllmEngine(*args)
+    def __init__(self, setup: EngineSetup) -> None:
+        self.setup = setup
 
     def ready(self) -> None:
-        """Answered once the engine can take weights."""
+        """Start vLLM, so that it can take weights."""
+        from rlhf.backends.vllm.engine import VllmEngine
+
+        self.engine = VllmEngine(self.setup)
 
     def begin_update(self) -> None:
         self.engine.begin_update()
@@ -87,8 +91,11 @@ class RayTrainer:
         actor = cluster.actor(TrainerActor, bundle=0, share=share, environment={})
         self.actors = [actor.remote(setup)]
 
+        self.starting = [actor.ready.remote() for actor in self.actors]
+
     def ready(self, timeout_s: float) -> None:
-        wait_for("trainer", [actor.ready.remote() for actor in self.actors], timeout_s)
+        """Wait until the models are loaded."""
+        wait_for("trainer", self.starting, timeout_s)
 
     def train(self, experience: Experience) -> RayFuture[Metrics]:
         self.version += len(experience.minibatches)
@@ -101,7 +108,7 @@ class RayTrainer:
         return self._all("evaluate", sequences, plan)
 
     def buckets(self, dtype: str) -> Iterator[Any]:
-        return iter(self.actors[0].buckets.remote(dtype))
+        return iterate("trainer", self.actors[0].buckets.remote(dtype))
 
     def save(self, folder: Path) -> RayFuture[None]:
         return self._all("save", folder)
@@ -120,14 +127,19 @@ class RayEngine:
         actor = cluster.actor(EngineActor, bundle=0, share=share, environment=ENGINE_ENVIRONMENT)
         self.actor = actor.remote(setup)
 
+        self.starting = [self.actor.ready.remote()]
+
     def ready(self, timeout_s: float) -> None:
-        wait_for("engine", [self.actor.ready.remote()], timeout_s)
+        """Wait until vLLM runs."""
+        wait_for("engine", self.starting, timeout_s)
 
     def update_weights(self, buckets: Iterable[Any]) -> RayFuture[int]:
-        references = [self.actor.begin_update.remote()]
-        references += [self.actor.load.remote(bucket) for bucket in buckets]
-        references.append(self.actor.finish_update.remote())
-        return RayFuture("engine", references, lambda results: results[-1])
+        loads = [self.actor.begin_update.remote()]
+        for bucket in buckets:
+            loads.append(self.actor.load.remote(bucket))
+            if len(loads) > IN_FLIGHT:  # the object store holds a few buckets, not the model
+                wait_for("engine", [loads[-1 - IN_FLIGHT]])
+        return RayFuture("engine", [*loads, self.actor.finish_update.remote()], lambda results: results[-1])
 
     def generate(self, prompts: Prompts, version: int, greedy: bool = False) -> RayFuture[Rollouts]:
         reference = self.actor.generate.remote(prompts, version, greedy)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -37,24 +38,55 @@ def wait_for(role: str, references: list[Any], timeout_s: float | None = None) -
     """`ray.get` with the failures a user can do something about.
 
     Raises:
-        RoleDied: the process behind a reference ended.
+        RoleDied: the process behind a reference ended, or the one whose result it needed.
         RlhfError: raised by the role itself, as it was.
         RoleFailed: the role raised anything else.
-        ClusterError: not there within `timeout_s` seconds.
+        ClusterError: not there within `timeout_s` seconds, or Ray itself failed.
     """
+    with plain_failures(role):
+        try:
+            return ray.get(references, timeout=timeout_s)
+        except GetTimeoutError:
+            raise ClusterError(
+                f"the {role} process was not ready within cluster.start_timeout_s={timeout_s:g} seconds"
+            ) from None
+
+
+def iterate(role: str, generator: Any) -> Iterator[Any]:
+    """The references of a streaming call, with the same failures."""
+    references = iter(generator)
+    while True:
+        with plain_failures(role):
+            try:
+                reference = next(references)
+            except StopIteration:
+                return
+        yield reference
+
+
+@contextmanager
+def plain_failures(role: str) -> Iterator[None]:
+    """Ray's exceptions -> ours; see `wait_for`."""
     try:
-        return ray.get(references, timeout=timeout_s)
+        yield
     except RayActorError as error:
-        raise RoleDied(f"the {role} process ended unexpectedly: {one_line(error)[:300]}") from error
+        raise RoleDied(f"the {role} process ended unexpectedly: {last_words(error)}") from error
     except RayTaskError as error:
         if isinstance(error.cause, RlhfError):
             raise error.cause from None
-        cause = one_line(error.cause)[:300]
-        raise RoleFailed(f"the {role} failed with {type(error.cause).__name__}: {cause}") from error
-    except GetTimeoutError:
-        raise ClusterError(
-            f"the {role} process was not ready within cluster.start_timeout_s={timeout_s:g} seconds"
-        ) from None
+        if isinstance(error.cause, RayActorError):  # what it was waiting for: weights, from the other role
+            raise RoleDied(
+                f"a process that the {role} waits for ended unexpectedly: {last_words(error.cause)}"
+            ) from error
+        raise RoleFailed(f"the {role} failed with {type(error.cause).__name__}: {last_words(error.cause)}") from error
+    except RayError as error:
+        raise ClusterError(f"Ray failed while the {role} was at work: {last_words(error)}") from error
+
+
+def last_words(error: BaseException | None) -> str:
+    """One line of at most 300 characters: the end, where Ray and most libraries put the reason."""
+    text = one_line(error)
+    return text if len(text) <= 300 else f"... {text[-300:]}"
 
 
 class RayCluster:
@@ -64,7 +96,11 @@ class RayCluster:
         self.spec = spec
         self.started = False
         self.group: PlacementGroup | None = None
-        self.threads = spec.threads or os.cpu_count() or 1
+        self.threads = spec.threads or len(os.sched_getaffinity(0))
+        self.environment = {
+            "OMP_NUM_THREADS": str(self.threads),
+            "CUDA_VISIBLE_DEVICES": "",  # device=cpu holds on a machine with GPUs, too
+        }
         if not ray.is_initialized():
             self._start(bundles)
             self.started = True
@@ -84,13 +120,15 @@ class RayCluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
             ray.init(
-                address=self.spec.address,
+                address=self.spec.address or "local",  # local: never one that happens to run here
                 log_to_driver=False,
                 logging_level="ERROR",
                 configure_logging=True,
                 **({} if self.spec.address else own_cluster),
             )
-        except ConnectionError as error:
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if self.spec.address is None:
+                raise ClusterError(f"Ray could not be started here: {last_words(error)}") from error
             raise ClusterError(
                 f"no Ray cluster at cluster.address={self.spec.address}; start one with `ray start --head "
                 f"--resources='{{\"{SLOT}\": {bundles}}}'`, or use cluster.address=null"
@@ -119,7 +157,7 @@ class RayCluster:
             num_cpus=0,
             resources={SLOT: share},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(self.threads), **environment}},
+            runtime_env={"env_vars": {**self.environment, **environment}},
         )
 
     def close(self) -> None:

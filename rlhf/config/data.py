@@ -25,8 +25,6 @@ class Truncation(Enum):
     """It is a bad row."""
     left = "left"
     """Its first tokens are cut off."""
-    right = "right"
-    """Its last tokens are cut off."""
 
 
 @dataclass(kw_only=True)
@@ -36,7 +34,7 @@ class DataCommon:
     max_length: int = 512
     """Longest prompt in tokens, chat template included."""
     truncation: Truncation = Truncation.error
-    """error | left | right: what happens to longer prompts."""
+    """error | left: what happens to longer prompts."""
     on_bad_row: OnBadRow = OnBadRow.error
     """error | skip: rows without a usable prompt, broken JSON, wrong types, over-long prompts."""
     shuffle: bool = True

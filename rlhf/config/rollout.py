@@ -55,6 +55,9 @@ class VllmRollout:
         )
         if self.gpus > 1:
             raise not_yet(f"rollout.gpus={self.gpus}", "rollout.gpus=1 rollout.tensor_parallel=1")
+        if self.temperature == 0 or self.top_p < 1 or self.top_k > 0:
+            why = "when the sampler's distribution is cut or greedy: its log-probabilities aren't the model's"
+            refuse_unused(self, "rollout", ("logprob_gap_warning",), why, "use rollout.top_p=1 rollout.top_k=0")
         if self.logprob_gap_warning is not None:
             require_positive("rollout.logprob_gap_warning", self.logprob_gap_warning)
 

@@ -6,6 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+UNSUPPORTED = {
+    "completion": "'completion' is not read; call it 'response'",
+    "images": "'images' are not supported",
+    "videos": "'videos' are not supported",
+    "audios": "'audios' are not supported",
+    "tools": "'tools' are not supported",
+    "chosen": "'chosen' (preference pairs) is not supported",
+}
+"""Columns that other trainers give a meaning; to pass over them would train on something else than was meant."""
 TAKEN = ("messages", "prompt", "response", "teacher_prompt")
 """Columns with a meaning of their own; all others are kept as they are."""
 
@@ -54,6 +63,9 @@ def parse_row(raw: Any, where: str, index: int) -> Row | BadRow:
         row = {key: value for key, value in raw.items() if value is not None}
         if row.get("teacher_prompt"):
             raise _Bad("teacher_prompt (OPSD) is not available yet")
+        for column, reason in UNSUPPORTED.items():
+            if row.get(column):
+                raise _Bad(reason)
         messages = _messages(row)
         response = _response(row, messages)
         if not messages:

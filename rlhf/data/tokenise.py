@@ -51,7 +51,7 @@ def tokenise_rows(rows: Sequence[Row], tokenizer: Any, spec: DataCommon) -> tupl
             elif len(ids) > spec.max_length and spec.truncation is Truncation.error:
                 bad.append(BadRow(row.where, f"prompt has {len(ids)} tokens, data.max_length is {spec.max_length}"))
             else:
-                cut = ids[-spec.max_length :] if spec.truncation is Truncation.left else ids[: spec.max_length]
+                cut = ids[-spec.max_length :]  # Truncation.left: the end, with the turn to answer, is what counts
                 used.append(row)
                 prompts.append(np.asarray(cut, dtype=np.int32))
                 truncated.append(len(cut) < len(ids))

@@ -90,7 +90,7 @@ def show(summary: RunSummary, console: rich.console.Console) -> None:
     if summary.sample:
         _section(console, "A held-out prompt, before and after", _sample(summary.sample, console))
     if summary.phases:
-        _section(console, "Seconds by phase", _phases(summary.phases))
+        _section(console, "Seconds by phase", _phases(summary))
     _lines(console, "Roles", ((role, "") for role in summary.roles))
     _lines(console, "Files", _files(summary))
     if summary.versions:
@@ -133,10 +133,12 @@ def _clipped(text: str, console: rich.console.Console, width: int) -> Text:
     return Text("\n").join(lines)
 
 
-def _phases(phases: Metrics) -> Table:
+def _phases(summary: RunSummary) -> Table:
+    """Seconds of each phase, and what is left of the wall clock."""
+    phases = summary.phases
     names = [*PHASES, *(name for name in phases if name not in (*PHASES, "step"))]
     parts = {name: phases[name] for name in names if name in phases}
-    total = phases.get("step", sum(parts.values()))
+    total = max(summary.seconds, sum(parts.values()))
     if total - sum(parts.values()) > 0.01 * total:
         parts["other"] = total - sum(parts.values())
     table = _grid("", "seconds", "share")
@@ -147,12 +149,12 @@ def _phases(phases: Metrics) -> Table:
 
 def _files(summary: RunSummary) -> Iterator[tuple[str, str]]:
     run_dir = Path(summary.directory)
-    yield "run", _path(run_dir)
+    yield "run", shown_path(run_dir)
     names = {"metrics": "metrics.jsonl", "tensorboard": "tensorboard", "wandb": "wandb", "curves": "curves.svg"}
-    yield from ((title, _path(run_dir / name)) for title, name in names.items() if (run_dir / name).exists())
-    yield from (("checkpoint", _path(Path(path))) for path in summary.saved)
+    yield from ((title, shown_path(run_dir / name)) for title, name in names.items() if (run_dir / name).exists())
+    yield from (("checkpoint", shown_path(Path(path))) for path in summary.saved)
     if summary.checkpoint:
-        yield "final", _path(Path(summary.checkpoint))
+        yield "final", shown_path(Path(summary.checkpoint))
 
 
 def _section(console: rich.console.Console, title: str, body: Table | Text) -> None:
@@ -189,7 +191,7 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def _path(path: Path) -> str:
+def shown_path(path: Path) -> str:
     """Relative where it lies below the working directory."""
     absolute = path.resolve()
     return str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)

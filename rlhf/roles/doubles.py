@@ -23,6 +23,9 @@ from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Prompt
 
 T = TypeVar("T")
 
+WEIGHTS = ("model.embed_tokens.weight", "model.norm.weight")
+"""The model of the doubles."""
+
 
 @dataclass(frozen=True)
 class Done(Generic[T]):
@@ -94,8 +97,7 @@ class DoubleTrainer(Trainer):
     def buckets(self, dtype: str) -> Iterator[Bucket]:
         """Two buckets of the weights as they are now, even if they are fetched after another step."""
         weight = np.full(2, self.version, dtype=np.float32)
-        names = ("model.embed_tokens.weight", "model.norm.weight")
-        return iter([Bucket(self.version, (name,), (weight,), (dtype,), last=name is names[-1]) for name in names])
+        return iter([Bucket(self.version, (name,), (weight,), (dtype,)) for name in WEIGHTS])
 
     def save(self, folder: Path) -> Done[None]:
         """A folder with the version in it."""
@@ -140,15 +142,18 @@ class DoubleEngine(Engine):
             StaleWeights: buckets of different versions, or not all of them.
         """
         self.version = arriving = None
-        complete = False
-        received = []
+        received: list[Bucket] = []
         for bucket in buckets:
             if arriving not in (None, bucket.version):
                 raise StaleWeights(f"one update mixes weights of versions {arriving} and {bucket.version}")
-            arriving, complete = bucket.version, bucket.last
+            arriving = bucket.version
             received.append(bucket)
-        if not complete or arriving is None:
-            raise StaleWeights(f"the update to weights of version {arriving} is incomplete")
+        missing = set(WEIGHTS).difference(*(bucket.names for bucket in received))
+        if missing or arriving is None:
+            raise StaleWeights(
+                f"the update to weights of version {arriving} lacks {len(missing)} of {len(WEIGHTS)} tensors, "
+                f"the first is {min(missing)}"
+            )
         self.version = arriving
         self.events.append(Event("update", self.version, received))
         return Done(self.version)

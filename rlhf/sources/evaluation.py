@@ -34,11 +34,15 @@ class Evaluator:
     samples: dict[int, np.ndarray] = field(default_factory=dict)
     """Step -> token ids of the greedy completion of the first held-out prompt."""
 
-    def after_step(self, step: int, version: int) -> None:
-        """Evaluate if it is due. Step 0 is before the first; the last step always is."""
+    def due(self, step: int) -> bool:
+        """Step 0 is before the first; it and the last step always are."""
         first_or_last = step in (0, self.total_steps)
         on_the_way = self.spec.every > 0 and step % self.spec.every == 0
-        if self.spec.samples == 0 or not (first_or_last or on_the_way):
+        return self.spec.samples > 0 and (first_or_last or on_the_way)
+
+    def after_step(self, step: int, version: int) -> None:
+        """Evaluate if it is due."""
+        if not self.due(step):
             return
         started = time.perf_counter()
         prompt = prompts_of(self.held_out, [0], seed=self.seed, step=0)

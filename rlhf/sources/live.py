@@ -58,9 +58,10 @@ class LiveSource:
                 minibatches=minibatches,
                 metrics={**seconds, **describe(rollouts)},
             )
-        version = self._sync({})
-        self.phase("eval")
-        self.evaluator.after_step(self.steps, version)
+        if self.evaluator.due(self.steps):
+            version = self._sync({})
+            self.phase("eval")
+            self.evaluator.after_step(self.steps, version)
 
     def _sync(self, seconds: Metrics) -> int:
         """Give the engine the trainer's weights -> the trainer's version, so that one that missed them refuses."""

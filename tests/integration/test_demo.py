@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from rlhf import assets
+from rlhf.config.data import ReasoningGymData
+from rlhf.config.model import SmolLM2With24Layers
+from rlhf.data.dataset import load
 from rlhf.report.summary import read
+from rlhf.tokenizers import load_tokenizer
 from tests.integration.runs import launch, metrics_of
 
 
 def test_demo_heals_the_student(tmp_path: Path) -> None:
+    teacher = assets.resolve(assets.BUILT_IN)  # the second run on a machine: models are converted already
+    assets.resolve(assets.BUILT_IN, drop_layers=SmolLM2With24Layers().drop_layers)
+    started = time.time()
     done = launch(["+recipes=demo"], tmp_path, timeout=800)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
@@ -20,18 +30,30 @@ def test_demo_heals_the_student(tmp_path: Path) -> None:
     ratio = summary.eval_after["eval/forward_kl"] / summary.eval_before["eval/forward_kl"]
     assert ratio <= 0.6
     steps = metrics_of(run_dir)
+    assert steps[0]["time"] - started < 60, "evaluated before the first step: training begins"
     assert sorted(steps) == list(range(summary.steps + 1))
     assert all(steps[step]["rollout/logprob_gap_mean"] < 1e-3 for step in steps if step > 0)
-    assert summary.sample is not None and summary.sample["before"] != summary.sample["after"]
 
-    # The saved student is the one that was evaluated: transformers continues as the engine did.
+    # The saved student is the one that was evaluated: transformers continues the held-out prompt as the engine did.
+    assert summary.sample is not None and summary.sample["before"] != summary.sample["after"]
     final = run_dir / "checkpoints" / "final"
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(final),
-    )
+    model = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)
     assert model.config.num_hidden_layers == 24
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = model.generate(**prompt, max_new_tokens=20, do_sample=False)
-    assert len(answer[0]) > prompt["input_ids"].shape[1]
+    tokenizer = load_tokenizer(final)
+    held_out = load(
+        ReasoningGymData(max_length=256), tokenizer, seed=0, eval_samples=16, eval_needs_response=True
+    ).held_out
+    prompt = torch.from_numpy(held_out.prompt(0)).long()[None]
+    answer = model.generate(prompt, max_new_tokens=32, do_sample=False)[0, prompt.shape[1] :]
+    text = tokenizer.decode(answer, skip_special_tokens=True)
+    assert summary.sample["after"].startswith(text[: len(text) // 2])
+    assert load_tokenizer(teacher).get_vocab() == tokenizer.get_vocab()
+
+
+@pytest.mark.slow
+def test_another_divergence_heals_the_student_too(tmp_path: Path) -> None:
+    """The whole vocabulary and a Jensen-Shannon divergence, for as many steps."""
+    done = launch(["+recipes=demo", "distill=fullvocab", "algo.beta=0.5", "run.name=jsd"], tmp_path, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    summary = read(tmp_path / "outputs" / "jsd")
+    assert summary.eval_after["eval/forward_kl"] <= 0.8 * summary.eval_before["eval/forward_kl"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import time
@@ -45,7 +46,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 
 def test_your_own_model_and_data(world: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """Full vocabulary, padded rows, bad rows left out, W&B offline, the student's own samples held out."""
+    """Full vocabulary, padded rows, temperature 0.7, bad rows left out, W&B offline, own samples held out."""
     folder, overrides = world
     rows = (folder / "rows.jsonl").read_text() + '{"prompt": 7}\n{"text": "no prompt"}\n{broken\n'
     (folder / "with_bad_rows.jsonl").write_text(rows)
@@ -58,6 +59,7 @@ def test_your_own_model_and_data(world: tuple[Path, list[str]], tmp_path: Path) 
         "train.padding_free=false",
         "train.micro_batch_tokens=160",
         "eval.responses=student",
+        "rollout.temperature=0.7",
         "logger=wandb",
         "logger.wandb_mode=offline",
         "run.name=own",
@@ -135,7 +137,7 @@ def test_runs_that_end_before_their_time(world: tuple[Path, list[str]], tmp_path
         out, err = process.communicate(timeout=120)
         assert process.returncode == code, err
         said = [line for line in (out + err).splitlines() if message in line]
-        assert len(said) == 1 and f"outputs/{name}/checkpoints/step_1" in said[0]
+        assert len(said) == 1 and f"outputs/{name}/checkpoints/step_1" in said[0], out + err
         assert "Traceback" not in out + err
         psutil.wait_procs(left, timeout=30)
         assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -143,6 +145,38 @@ def test_runs_that_end_before_their_time(world: tuple[Path, list[str]], tmp_path
         losses.append([metrics_of(run_dir)[step]["train/loss"] for step in (1, 2)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[2] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_sweep_in_bfloat16(world: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Two jobs in one process, each with its own folder; trainer and engine in bfloat16 agree as far as it can."""
+    arguments = [*world[1], "train.dtype=bfloat16", "rollout.dtype=bfloat16", "eval.samples=0", "run.steps=1"]
+    done = launch([*arguments, "-m", "run.seed=0,1"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (sweep,) = (tmp_path / "multirun").iterdir()
+    losses = []
+    for number in ("0", "1"):
+        metrics = metrics_of(sweep / number)[1]
+        assert metrics["rollout/logprob_gap_mean"] < 0.05
+        losses.append(metrics["train/loss"])
+        model = AutoModelForCausalLM.from_pretrained(sweep / number / "checkpoints" / "final", dtype="auto")
+        assert model.dtype is torch.bfloat16
+    assert losses[0] != losses[1]
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_one_line(world: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Found while the trainer loads it, in a process of its own; the reason arrives, and nothing is left running."""
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "teacher"
+    shutil.copytree(world[0] / "teacher", broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    done = launch([*world[1], f"teacher.model={broken}", "run.name=broken"], tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and "the checkpoint has no tensor model.layers.1.mlp.up_proj.weight" in line
+    assert (tmp_path / "outputs" / "broken" / "traceback.txt").exists()
 
 
 def test_mistakes_are_found_before_a_process_starts(world: tuple[Path, list[str]], tmp_path: Path) -> None:

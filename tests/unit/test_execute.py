@@ -29,7 +29,7 @@ from rlhf.data.rows import BadRow
 from rlhf.distill.fullvocab import FullVocabDistill
 from rlhf.distill.topk import TopKDistill
 from rlhf.errors import ConfigError, RoleDied
-from rlhf.execute import build_objective, largest_gap, prepare_folder, report_bad_rows, saved_text, train
+from rlhf.execute import build_objective, check_folder, largest_gap, prepare_folder, report_data, saved_text, train
 from rlhf.loggers.base import MetricLog, build
 from rlhf.preflight import Inputs
 from rlhf.roles.doubles import Done, DoubleEngine, DoubleScorer, DoubleTrainer, doubles
@@ -64,35 +64,45 @@ def overwriting(folder: Path) -> Run:
     return run_of(folder, run=RunSection(dir=str(folder), overwrite=True))
 
 
+def prepared(run: Run, config: dict[str, Any]) -> Path:
+    folder = check_folder(run)
+    prepare_folder(folder, config)
+    return folder
+
+
 @pytest.mark.parametrize("exists", [True, False])
 def test_the_configuration_is_written_into_a_new_folder(exists: bool, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "test"
     if exists:
         folder.mkdir(parents=True)
     config = {"run": {"steps": 2}, "train": {"dtype": DType.float32, "lr": 1e-5}, "eval": None}
-    assert prepare_folder(run_of(folder), config) == folder
+    assert prepared(run_of(folder), config) == folder
     written = yaml.safe_load((folder / "config.yaml").read_text())
     assert written == {"run": {"steps": 2}, "train": {"dtype": "float32", "lr": 1e-5}, "eval": None}
 
 
-def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match=rf"run\.dir={tmp_path} holds something already; .* run\.overwrite=true"):
-        prepare_folder(run_of(tmp_path), {})
-    with pytest.raises(ConfigError, match=rf"overwrite=true would delete run\.dir={tmp_path}, which no run made"):
-        prepare_folder(overwriting(tmp_path), {})
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+def test_a_folder_that_no_run_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("years of work")
+    for run in (run_of(tmp_path), overwriting(tmp_path)):
+        with pytest.raises(ConfigError, match=rf"run\.dir={tmp_path} holds something that no run made; choose another"):
+            check_folder(run)
+    assert (tmp_path / "config.yaml").read_text() == "years of work"
 
 
 def test_overwrite_leaves_nothing_of_the_earlier_run(tmp_path: Path) -> None:
     folder = tmp_path / "test"
-    prepare_folder(run_of(folder), {"old": 1})
+    prepared(run_of(folder), {"old": 1})
     (folder / "checkpoints" / "final").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="holds something already"):
-        prepare_folder(run_of(folder), {"new": 1})
-    prepare_folder(overwriting(folder), {"new": 1})
+    with pytest.raises(ConfigError, match=r"holds an earlier run; choose another .* run\.overwrite=true"):
+        check_folder(run_of(folder))
+    prepared(overwriting(folder), {"new": 1})
     assert sorted(path.name for path in folder.iterdir()) == [".rlhf-run", "config.yaml"]
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == {"new": 1}
+
+
+def test_a_run_that_never_began_may_be_started_again(tmp_path: Path) -> None:
+    folder = prepared(run_of(tmp_path / "test"), {"old": 1})
+    assert prepared(run_of(tmp_path / "test"), {"new": 1}) == folder
     assert yaml.safe_load((folder / "config.yaml").read_text()) == {"new": 1}
 
 
@@ -100,7 +110,7 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "test").write_text("")
     for run in (run_of(tmp_path / "test"), overwriting(tmp_path / "test")):
         with pytest.raises(ConfigError, match=r"run\.dir=.*/test is a file; choose another run\.name"):
-            prepare_folder(run, {})
+            check_folder(run)
 
 
 # ---- the parts ------------------------------------------------------------------------------------------------------
@@ -148,12 +158,13 @@ class Words:
 
 def inputs_of(bad_rows: int = 0, held_out: int = 2) -> Inputs:
     bad = [BadRow(f"rows.jsonl:{i}", "no prompt") for i in range(1, bad_rows + 1)]
-    dataset = Dataset(table_of(10), table_of(held_out, first=50), bad, {})
+    statistics = {"data/truncated_rows": 0.0, "data/held_out_rows_also_in_train": 0.0}
+    dataset = Dataset(table_of(10), table_of(held_out, first=50), bad, statistics)
     return Inputs(Path("student"), Path("teacher"), None, Words(), (2,), dataset)  # type: ignore[arg-type]
 
 
 def test_bad_rows_are_counted_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report_bad_rows(inputs_of(bad_rows=2), tmp_path, MetricLog([]))
+    report_data(inputs_of(bad_rows=2), tmp_path, MetricLog([]))
     listing = tmp_path / "bad_rows.txt"
     assert listing.read_text() == "rows.jsonl:1: no prompt\nrows.jsonl:2: no prompt\n"
     assert capsys.readouterr().err == (
@@ -188,7 +199,7 @@ def roles(monkeypatch: pytest.MonkeyPatch) -> Roles:
 
 def train_in(folder: Path, inputs: Inputs | None = None, **sections: Any) -> float | None:
     run = run_of(folder, **sections)
-    folder = prepare_folder(run, {})
+    folder = prepared(run, {})
     log = build(run.logger, folder, run.run.name, {}, run.run.steps)
     try:
         return train(run, inputs or inputs_of(), folder, log)

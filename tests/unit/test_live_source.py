@@ -15,7 +15,7 @@ from rlhf.config.train import DType, Train
 from rlhf.data.cursor import EpochCursor
 from rlhf.data.table import PromptTable, pack
 from rlhf.errors import MisalignedScores, StaleWeights
-from rlhf.roles.doubles import Done, DoubleEngine, DoubleScorer, DoubleTrainer, doubles
+from rlhf.roles.doubles import WEIGHTS, Done, DoubleEngine, DoubleScorer, DoubleTrainer, doubles
 from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.live import LiveSource, describe
 from rlhf.sources.requests import prompts_of, reference_sequences, request_seed
@@ -317,8 +317,8 @@ def test_reference_sequences() -> None:
 # ---- the doubles keep the rules -------------------------------------------------------------------------------------
 
 
-def bucket(version: int, last: bool) -> Bucket:
-    return Bucket(version, ("model.norm.weight",), (np.zeros(2, dtype=np.float32),), ("float32",), last)
+def bucket(version: int, name: str) -> Bucket:
+    return Bucket(version, (name,), (np.zeros(2, dtype=np.float32),), ("float32",))
 
 
 def three_prompts(order: tuple[int, ...] = (0, 1, 2)) -> Prompts:
@@ -329,13 +329,14 @@ def test_the_engine_refuses_incomplete_mixed_and_stale_weights() -> None:
     engine = DoubleEngine()
     with pytest.raises(StaleWeights, match="version 0, the engine holds None"):
         engine.generate(three_prompts(), 0)
-    assert engine.update_weights([bucket(3, False), bucket(3, True)]).result() == 3
+    first, second = WEIGHTS
+    assert engine.update_weights([bucket(3, first), bucket(3, second)]).result() == 3
     with pytest.raises(StaleWeights, match="asked to generate with weights of version 4, the engine holds 3"):
         engine.generate(three_prompts(), 4)
     for buckets, message in [
-        ([bucket(5, False), bucket(6, True)], "one update mixes weights of versions 5 and 6"),
-        ([bucket(7, False)], "the update to weights of version 7 is incomplete"),
-        ([], "the update to weights of version None is incomplete"),
+        ([bucket(5, first), bucket(6, second)], "one update mixes weights of versions 5 and 6"),
+        ([bucket(7, first)], f"weights of version 7 lacks 1 of 2 tensors, the first is {second}"),
+        ([], f"weights of version None lacks 2 of 2 tensors, the first is {first}"),
     ]:
         with pytest.raises(StaleWeights, match=message):
             engine.update_weights(buckets)
@@ -399,4 +400,4 @@ def test_the_trainers_buckets_are_those_of_the_moment_they_were_asked_for() -> N
     trainer = DoubleTrainer()
     buckets = trainer.buckets("float32")
     trainer.version = 1
-    assert [(one.version, one.last) for one in buckets] == [(0, False), (0, True)]
+    assert [(one.version, one.names) for one in buckets] == [(0, (name,)) for name in WEIGHTS]

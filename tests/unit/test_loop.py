@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-import rlhf.loop
 from rlhf.checkpoint import Checkpoints
 from rlhf.config.run import Eval
 from rlhf.errors import RoleDied
@@ -88,18 +86,22 @@ def test_speed() -> None:
         offsets=np.array([0, 4, 9]),
         prompt_lengths=np.array([3, 1], dtype=np.int32),
     )
-    assert speed(Experience(1, 0, sequences, ()), seconds=2.0) == {
+    metrics = {"time/rollout": 1.5, "time/train": 0.5, "train/loss": 7.0}
+    assert speed(Experience(1, 0, sequences, ()), metrics) == {
         "time/step": 2.0,
         "perf/tokens_per_second": 4.5,
         "perf/response_tokens_per_second": 2.5,
     }
 
 
-def test_the_seconds_of_a_step_are_those_since_the_step_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 13.0, 17.5])
-    monkeypatch.setattr(rlhf.loop, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    logged, _ = run(Bench(steps=2, eval=Eval(samples=0)), tmp_path)
-    assert [metrics["time/step"] for _, metrics in logged] == [3.0, 4.5]
+def test_the_seconds_of_a_step_are_its_phases_without_evaluation_and_saving(tmp_path: Path) -> None:
+    logged, _ = run(Bench(steps=2, eval=Eval(samples=2, every=1)), tmp_path, save_every=1)
+    steps = [metrics for _, metrics in logged if "time/step" in metrics]
+    assert len(steps) == 2
+    for metrics in steps:
+        assert metrics["time/save"] > 0
+        phases = [metrics[f"time/{name}"] for name in ("sync", "rollout", "score", "train")]
+        assert metrics["time/step"] == pytest.approx(sum(phases))
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,9 @@ def test_long_prompts() -> None:
     table, bad = tokenise_rows(rows, tiny_tokenizer(), FileData(max_length=32))
     assert table.wheres == ("x:0",)
     assert bad == [BadRow("x:1", f"prompt has {len(tokens)} tokens, data.max_length is 32")]
-    for truncation, expected in ((Truncation.left, tokens[-32:]), (Truncation.right, tokens[:32])):
-        table, bad = tokenise_rows(rows, tiny_tokenizer(), FileData(max_length=32, truncation=truncation))
-        assert bad == [] and table.truncated.tolist() == [False, True]
-        assert table.prompt(1).tolist() == expected.tolist()
+    table, bad = tokenise_rows(rows, tiny_tokenizer(), FileData(max_length=32, truncation=Truncation.left))
+    assert bad == [] and table.truncated.tolist() == [False, True]
+    assert table.prompt(1).tolist() == tokens[-32:].tolist()
 
 
 def test_the_longest_allowed_prompt_is_whole() -> None:

@@ -49,10 +49,14 @@ class _NoStream:
     def synchronize(self) -> None: ...
 
 
+def _current_device() -> torch.device:
+    return CPU
+
+
 def _cpu_answers() -> dict[str, Any]:
     """Attribute of torch.cuda -> its CPU stand-in."""
     return {
-        "current_device": lambda: CPU,
+        "current_device": _current_device,
         "synchronize": lambda *args, **kwargs: None,
         "current_stream": lambda *args, **kwargs: _NoStream(),
         "default_stream": lambda *args, **kwargs: _NoStream(),
@@ -69,6 +73,9 @@ def megatron_device() -> Iterator[torch.device]:
     """Wrap every Megatron call (build, forward, backward, optimizer, checkpoint) in this. Yields the device."""
     if torch.cuda.is_available():
         yield torch.device("cuda", torch.cuda.current_device())
+        return
+    if torch.cuda.current_device is _current_device:  # entered already, by a method that called this one
+        yield CPU
         return
     from megatron.core.tensor_parallel import random as megatron_random
 

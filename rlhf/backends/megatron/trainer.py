@@ -7,6 +7,7 @@ or teachers: an `Objective` turns head rows and teacher scores into a loss.
 from __future__ import annotations
 
 import functools
+import math
 import random
 import socket
 import time
@@ -27,7 +28,7 @@ from rlhf.backends.megatron.architecture import Architecture
 from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.batching import MicroBatch, pack
-from rlhf.errors import MisalignedScores
+from rlhf.errors import MisalignedScores, TrainingDiverged
 from rlhf.losses.divergence import forward_and_reverse_kl
 from rlhf.losses.heads import VocabHead
 from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Sequences
@@ -234,6 +235,10 @@ class MegatronTrainer:
         self.schedule.step(increment=1)
         lr = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
+        if not math.isfinite(grad_norm):  # the weights are lost now, so they must not be saved or used
+            raise TrainingDiverged(
+                f"the gradient of step {self.version + 1} was not finite; lower train.lr or raise train.warmup_steps"
+            )
         self.version += 1
         return float(grad_norm), float(lr)
 
@@ -266,23 +271,22 @@ class MegatronTrainer:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    @on_device
     def buckets(self, dtype: str, max_bytes: int) -> Iterator[Bucket]:
         """The student's weights in Hugging Face names, in buckets of about `max_bytes`, one in memory at a time."""
         names: list[str] = []
         arrays: list[np.ndarray] = []
 
-        def bucket(last: bool) -> Bucket:
-            return Bucket(self.version, tuple(names), tuple(arrays), (dtype,) * len(names), last)
+        def bucket() -> Bucket:
+            return Bucket(self.version, tuple(names), tuple(arrays), (dtype,) * len(names))
 
         for name, tensor in weights.export(self.student.module, self.student.architecture):
             array = to_numpy(tensor.to(getattr(torch, dtype)))
             if arrays and sum(held.nbytes for held in arrays) + array.nbytes > max_bytes:
-                yield bucket(last=False)
+                yield bucket()
                 names, arrays = [], []
             names.append(name)
             arrays.append(array)
-        yield bucket(last=True)
+        yield bucket()
 
     @on_device
     def save(self, folder: Path) -> None:

@@ -6,7 +6,6 @@ parts needs no new rule, only a row where it has other names.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from rlhf.assets import weight_files
 from rlhf.backends.megatron.architecture import Architecture
 from rlhf.errors import ModelError
 
@@ -84,13 +84,10 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            with safe_open(folder / "model.safetensors", "pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), "model.safetensors")
-        self._open: dict[str, Any] = {}
+        self._file_of: dict[str, Any] = {}
+        for path in weight_files(folder):
+            file = safe_open(path, "pt")
+            self._file_of |= dict.fromkeys(file.keys(), file)
 
     @property
     def names(self) -> set[str]:
@@ -99,10 +96,7 @@ class Checkpoint:
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._file_of:
             raise ModelError(f"{self.folder}: the checkpoint has no tensor {name}")
-        file = self._file_of[name]
-        if file not in self._open:
-            self._open[file] = safe_open(self.folder / file, "pt")
-        return self._open[file].get_tensor(name)
+        return self._file_of[name].get_tensor(name)
 
 
 @torch.no_grad()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
+from safetensors import safe_open
 
+from rlhf.assets import read_config, weight_files
 from rlhf.backends.vllm.setup import EngineSetup
 from rlhf.errors import StaleWeights
 from rlhf.types import Bucket, Prompts, Rollouts, Sequences, offsets_of
@@ -21,7 +25,8 @@ class VllmEngine:
         self.version: int | None = None
         """Version of the weights held; None before the first update and while one is under way."""
         self._arriving: int | None = None
-        self._complete = False
+        self._expected = tensor_names(setup.model)
+        self._missing = set(self._expected)
         self.llm = LLM(
             model=str(setup.model),
             load_format="dummy",
@@ -42,7 +47,7 @@ class VllmEngine:
     def begin_update(self) -> None:
         """From here until `finish_update` the engine holds no usable weights."""
         self.version = self._arriving = None
-        self._complete = False
+        self._missing = set(self._expected)
         self.llm.collective_rpc("rlhf_begin_update")
 
     def load(self, bucket: Bucket) -> None:
@@ -56,18 +61,22 @@ class VllmEngine:
         self._arriving = bucket.version
         tensors = [to_tensor(array, dtype) for array, dtype in zip(bucket.arrays, bucket.dtypes, strict=True)]
         self.llm.collective_rpc("rlhf_load", args=(list(zip(bucket.names, tensors, strict=True)),))
-        self._complete = bucket.last
+        self._missing -= set(bucket.names)
 
     def finish_update(self) -> int:
         """Make the new weights the ones generated with. Returns their version.
 
         Raises:
-            StaleWeights: not every bucket has arrived.
+            StaleWeights: not every weight has arrived. vLLM would keep the old ones without a word.
         """
-        if not self._complete or self._arriving is None:
-            raise StaleWeights(f"the update to weights of version {self._arriving} is incomplete")
+        if self._missing or self._arriving is None:
+            raise StaleWeights(
+                f"the update to weights of version {self._arriving} lacks {len(self._missing)} of "
+                f"{len(self._expected)} tensors, the first is {min(self._missing, default='')}"
+            )
         self.llm.collective_rpc("rlhf_finish_update")
-        self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
+        if not self.llm.reset_prefix_cache():  # cached keys and values belong to the old weights
+            raise StaleWeights("vLLM kept its prefix cache, whose contents belong to the old weights")
         self.version = self._arriving
         return self.version
 
@@ -120,6 +129,15 @@ class VllmEngine:
             logprobs=np.concatenate(logprobs),
         )
         return Rollouts(version, sequences, np.array([output.finish_reason == "stop" for output in outputs]))
+
+
+def tensor_names(folder: Path) -> frozenset[str]:
+    """Names of the weights of a Hugging Face folder, without a head that is tied to the embedding."""
+    names: set[str] = set()
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as tensors:
+            names |= set(tensors.keys())
+    return frozenset(names - {"lm_head.weight"} if read_config(folder).get("tie_word_embeddings") else names)
 
 
 def to_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
