@@ -116,8 +116,9 @@ class RayCluster:
             "resources": {SLOT: bundles},
             "object_store_memory": int(self.spec.object_store_gb * 2**30),
         }
-        # Ray warns of changes in versions to come; nothing a user of this command can act on.
+        # Ray warns of changes in versions to come, and prints the errors that follow from one we report already.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         try:
             ray.init(
                 address=self.spec.address or "local",  # local: never one that happens to run here

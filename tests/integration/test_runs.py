@@ -150,7 +150,7 @@ def test_runs_that_end_before_their_time(world: tuple[Path, list[str]], tmp_path
 def test_a_sweep_in_bfloat16(world: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Two jobs in one process, each with its own folder; trainer and engine in bfloat16 agree as far as it can."""
     arguments = [*world[1], "train.dtype=bfloat16", "rollout.dtype=bfloat16", "eval.samples=0", "run.steps=1"]
-    done = launch([*arguments, "-m", "run.seed=0,1"], tmp_path)
+    done = launch(["-m", *arguments, "run.seed=0,1"], tmp_path)
     assert done.returncode == 0, done.stderr
     (sweep,) = (tmp_path / "multirun").iterdir()
     losses = []
