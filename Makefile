@@ -23,8 +23,10 @@ test: lint
 test-all: lint
 	$(PY) -m pytest -m "not gpu"
 
-# After a change of requirements/cpu.in. The folder or index with the CPU build of torch is the one pip is configured with.
+# After a change of requirements/cpu.in. The folder with the CPU build of torch is the one pip is configured with.
 lock: setup
+	.venv/bin/pip install --quiet "$$(cat requirements/uv.txt)"
 	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
-	  --override requirements/overrides.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--extra-index-url https://download.pytorch.org/whl/cpu) \
+	  --override requirements/overrides.txt \
+	  $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--extra-index-url https://download.pytorch.org/whl/cpu) \
 	  requirements/cpu.in -o requirements/cpu.lock

@@ -20,17 +20,14 @@ command -v cc >/dev/null || {
   exit 1; }
 
 [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
+PIP=".venv/bin/pip --quiet --quiet --disable-pip-version-check install"
 TORCH=$(grep '^torch==' "$LOCK")
-echo "installing $TORCH (CPU)"
-# Where pip is configured with a folder or index that has this build, it is taken from there; for everyone else it comes
-# from PyTorch's own CPU index. It is not on PyPI.
-.venv/bin/pip install --quiet --disable-pip-version-check --no-deps "$TORCH" 2>/dev/null ||
-  .venv/bin/pip install --quiet --disable-pip-version-check --no-deps "$TORCH" --index-url "$TORCH_CPU_INDEX"
-echo "installing $(grep -c '==' "$LOCK") packages"
-.venv/bin/pip install --quiet --disable-pip-version-check "$(cat requirements/uv.txt)"
+echo "installing $TORCH and $(grep -c '==' "$LOCK") packages into .venv, about two minutes"
+# Where pip is configured with a folder or index that has this build of torch, it is taken from there; for everyone else
+# it comes from PyTorch's own CPU index. It is not on PyPI.
+$PIP --no-deps "$TORCH" 2>/dev/null || $PIP --no-deps "$TORCH" --index-url "$TORCH_CPU_INDEX"
 # --no-deps: the lock is complete, and leaves out on purpose what some packages ask for (requirements/overrides.txt).
-grep -v '^torch==' "$LOCK" > .venv/lock-without-torch.txt
-.venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps -r .venv/lock-without-torch.txt
-.venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --editable .
+$PIP --no-deps --requirement "$LOCK"
+$PIP --no-deps --editable .
 cp "$LOCK" "$STAMP"
 echo "ready: .venv"
