@@ -43,6 +43,11 @@ def check(run: Run) -> None:
     if run.eval.samples == 0 and isinstance(run.data, FileData | HubData):
         why = "with eval.samples=0 (no evaluation)"
         refuse_unused(run.data, "data", ("eval_path", "eval_split"), why, "use eval.samples=16")
+    require(
+        run.train.warmup_steps + run.train.decay_steps <= run.run.steps,
+        f"train.warmup_steps={run.train.warmup_steps} and train.decay_steps={run.train.decay_steps} don't fit "
+        f"run.steps={run.run.steps}; lower them",
+    )
     longest = run.data.max_length + run.rollout.max_new_tokens
     require(
         run.train.micro_batch_tokens >= longest,

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from rlhf.config.base import not_yet, require, require_at_least, require_below, require_positive, written
+from rlhf.config.base import (
+    not_yet,
+    refuse_unused,
+    require,
+    require_at_least,
+    require_below,
+    require_positive,
+    written,
+)
 
 
 class DType(Enum):
@@ -15,6 +23,19 @@ class DType(Enum):
     """Four bytes a number."""
     bfloat16 = "bfloat16"
     """Two bytes a number: half the memory, about three significant digits."""
+
+
+class LRSchedule(Enum):
+    """How the learning rate falls after the warm-up."""
+
+    constant = "constant"
+    """It doesn't."""
+    linear = "linear"
+    """Along a line to `train.min_lr`."""
+    cosine = "cosine"
+    """Along half a cosine to `train.min_lr` (arXiv 1608.03983)."""
+    wsd = "wsd"
+    """Warm-up, stable, decay (arXiv 2404.06395): constant, then along a line over the last `train.decay_steps`."""
 
 
 @dataclass(kw_only=True)
@@ -36,9 +57,15 @@ class Train:
     padding_free: bool = True
     """Pack a micro-batch into one sequence without padding. False pads rows to the longest; same result."""
     lr: float = 1e-5
-    """Learning rate after the warm-up, kept constant."""
+    """Highest learning rate, reached after the warm-up."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    lr_schedule: LRSchedule = LRSchedule.constant
+    """constant | linear | cosine | wsd: how the learning rate falls after the warm-up, over run.steps."""
+    min_lr: float = 0.0
+    """Where the schedule ends, one step after the last; not used by constant."""
+    decay_steps: int = 0
+    """Last steps over which wsd falls; only used by wsd."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay; norms and biases are not decayed."""
     adam_beta1: float = 0.9
@@ -57,6 +84,18 @@ class Train:
         require_at_least("train.micro_batch_tokens", self.micro_batch_tokens, 1)
         require_positive("train.lr", self.lr)
         require_at_least("train.warmup_steps", self.warmup_steps, 0)
+        require_between("train.min_lr", self.min_lr, 0, self.lr)
+        require_at_least("train.decay_steps", self.decay_steps, 0)
+        why = f"with train.lr_schedule={self.lr_schedule.name}"
+        if self.lr_schedule is LRSchedule.constant:
+            refuse_unused(self, "train", ("min_lr",), why, "use train.lr_schedule=linear, cosine or wsd")
+        if self.lr_schedule is LRSchedule.wsd:
+            require(
+                self.decay_steps > 0,
+                "train.lr_schedule=wsd needs train.decay_steps, the steps it falls over at the end",
+            )
+        else:
+            refuse_unused(self, "train", ("decay_steps",), why, "use train.lr_schedule=wsd")
         require_at_least("train.weight_decay", self.weight_decay, 0)
         require_below("train.adam_beta1", self.adam_beta1, 0, 1)
         require_below("train.adam_beta2", self.adam_beta2, 0, 1)

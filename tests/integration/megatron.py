@@ -46,11 +46,14 @@ def objective(k: int = 8, beta: float = 0.5, tail: Tail = Tail.bucket) -> GKDObj
     return GKDObjective(beta=beta, distill=TopKDistill(k=k, tail=tail, temperature=1.0), sampler_temperature=1.0)
 
 
-def trainer_setup(student: Path, teacher: Path, train: Train | None = None, **kwargs: object) -> TrainerSetup:
+def trainer_setup(
+    student: Path, teacher: Path, train: Train | None = None, steps: int = 100, **kwargs: object
+) -> TrainerSetup:
     return TrainerSetup(
         student=student,
         teacher=teacher,
         train=train or Train(lr=1e-3),
         objective=objective(**kwargs),  # type: ignore[arg-type]
+        steps=steps,
         seed=0,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,12 @@ from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.trainer import MegatronTrainer, forward, load_model, select_rows
 from rlhf.backends.megatron.weights import Checkpoint, export, rule_of
 from rlhf.batching import pack
+from rlhf.config.train import LRSchedule, Train
 from rlhf.types import MicroBatchPlan
 from tests.integration.megatron import experience_of, random_sequences, trainer_setup
 from tests.unit.tiny import save_tiny_llama
 
-FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "smollm2"]
+FAMILIES = ["llama", "llama-tied", "llama3", "qwen2", "qwen3", "smollm2"]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,10 @@ def checkpoint(family: str, folder: Path) -> Path:
         return save_tiny_llama(folder, tied=False)
     if family == "llama-tied":
         return save_tiny_llama(folder, tied=True)
+    if family == "llama3":  # the sequences below are longer than the original context of 8
+        rope = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0)
+        rope["original_max_position_embeddings"] = 8
+        return save_tiny_llama(folder, rope_parameters=rope)
     torch.manual_seed(1)
     shape = dict(
         vocab_size=250,
@@ -247,18 +253,36 @@ def test_saved_checkpoint_is_loaded_by_transformers(pair: tuple[Path, Path], tmp
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_learning_rate_warms_up_and_norms_are_not_decayed(pair: tuple[Path, Path]) -> None:
-    from rlhf.config.train import Train
+def lr_of(step: int, schedule: str) -> float:
+    """Of 8 steps with 2 of warm-up; `step` counts from 1."""
+    if step <= 2:
+        return step / 2
+    if schedule == "constant":
+        return 1.0
+    if schedule == "wsd":
+        return 1.0 if step <= 5 else 0.1 + 0.9 * (9 - step) / 4
+    left = (9 - step) / 7
+    return 0.1 + 0.9 * (left if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
 
-    setup_train = Train(lr=1e-3, warmup_steps=4, weight_decay=0.1)
-    trainer = fresh_trainer(pair, train=setup_train)
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
+def test_learning_rate_follows_its_schedule_and_norms_are_not_decayed(pair: tuple[Path, Path], schedule: str) -> None:
+    train = Train(
+        lr=1e-3,
+        warmup_steps=2,
+        weight_decay=0.1,
+        lr_schedule=LRSchedule(schedule),
+        min_lr=0.0 if schedule == "constant" else 1e-4,
+        decay_steps=3 if schedule == "wsd" else 0,
+    )
+    trainer = fresh_trainer(pair, train=train, steps=8)
     sequences = random_sequences(trainer.student.architecture.vocab, LENGTHS)
     rates = []
-    for step in range(1, 7):
+    for step in range(1, 9):
         experience = experience_of(sequences, step=step)
         trainer.score(sequences, experience.minibatches)
         rates.append(trainer.train(experience)["train/lr"])
-    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
+    assert rates == pytest.approx([1e-3 * lr_of(step, schedule) for step in range(1, 9)])
     decay = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
     for name, parameter in trainer.student.module.named_parameters():
         assert decay[id(parameter)] == (0.0 if "norm" in name else 0.1), name

@@ -41,6 +41,26 @@ IMPLEMENTED: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's stretched RoPE (arXiv 2407.21783, section 3.4.2; the numbers are in the checkpoint's config.json)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+    @staticmethod
+    def from_config(rope: Mapping[str, Any]) -> Llama3Scaling:
+        """Raises KeyError for a missing number."""
+        return Llama3Scaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_positions=int(rope["original_max_position_embeddings"]),
+        )
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Everything the layer spec and the weight table need to know of a checkpoint."""
 
@@ -54,6 +74,7 @@ class Architecture:
     vocab: int
     norm_eps: float
     rope_theta: float
+    rope_scaling: Llama3Scaling | None
     max_positions: int
     tied: bool
     qkv_bias: bool
@@ -79,8 +100,8 @@ class Architecture:
                 raise ModelError(f"{where}: config.json has {field}={config[field]!r}, implemented: {values[0]!r}")
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            raise ModelError(f"{where}: config.json has rope_type={rope_type!r}, implemented: 'default'")
+        if rope_type not in ("default", "llama3"):
+            raise ModelError(f"{where}: config.json has rope_type={rope_type!r}, implemented: 'default', 'llama3'")
         try:
             heads = int(config["num_attention_heads"])
             return Architecture(
@@ -94,6 +115,7 @@ class Architecture:
                 vocab=int(config["vocab_size"]),
                 norm_eps=float(config["rms_norm_eps"]),
                 rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+                rope_scaling=Llama3Scaling.from_config(rope) if rope_type == "llama3" else None,
                 max_positions=int(config["max_position_embeddings"]),
                 tied=bool(config.get("tie_word_embeddings", False)),
                 qkv_bias=family.qkv_bias,

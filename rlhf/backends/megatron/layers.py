@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from rlhf.backends.megatron.architecture import Architecture
+from rlhf.backends.megatron.architecture import Architecture, Llama3Scaling
 
 
 class RMSNorm(nn.RMSNorm):
@@ -132,6 +133,15 @@ def transformer_config(architecture: Architecture, dtype: torch.dtype, tensor_pa
     )
 
 
+def stretched(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """RoPE frequencies [head_dim / 2] for a longer context: waves longer than the original context are stretched by
+    `factor`, short ones stay, those between are blended (Llama 3.1, arXiv 2407.21783)."""
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # within the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
 def build_model(architecture: Architecture, dtype: torch.dtype) -> GPTModel:
     """An uninitialised GPTModel whose output is its final hidden rows [batch, seq, hidden]."""
     config = transformer_config(architecture, dtype)
@@ -152,6 +162,9 @@ def build_model(architecture: Architecture, dtype: torch.dtype) -> GPTModel:
         share_embeddings_and_output_weights=architecture.tied,
         parallel_output=True,
     )
+    if architecture.rope_scaling is not None:
+        # Megatron's own rope_scaling has Llama 3.1's numbers built in; a checkpoint may have others.
+        model.rotary_pos_emb.inv_freq = stretched(model.rotary_pos_emb.inv_freq, architecture.rope_scaling)
     model.output_layer.__class__ = HiddenRows  # same parameters and sharding, other forward
     return model
 

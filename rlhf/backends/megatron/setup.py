@@ -18,4 +18,6 @@ class TrainerSetup:
     """The colocated teacher; None without one."""
     train: Train
     objective: Objective
+    steps: int
+    """Optimizer steps of the whole run, which the learning rate falls over."""
     seed: int

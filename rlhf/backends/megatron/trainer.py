@@ -28,10 +28,18 @@ from rlhf.backends.megatron.architecture import Architecture
 from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.batching import MicroBatch, pack
+from rlhf.config.train import LRSchedule
 from rlhf.errors import MisalignedScores, TrainingDiverged
 from rlhf.losses.divergence import forward_and_reverse_kl
 from rlhf.losses.heads import VocabHead
 from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Sequences
+
+MEGATRON_STYLE = {
+    LRSchedule.constant: "constant",
+    LRSchedule.linear: "linear",
+    LRSchedule.cosine: "cosine",
+    LRSchedule.wsd: "WSD",
+}
 
 
 @dataclass
@@ -115,6 +123,7 @@ class MegatronTrainer:
             OptimizerConfig(
                 optimizer="adam",
                 lr=train.lr,
+                min_lr=train.min_lr,
                 weight_decay=train.weight_decay,
                 adam_beta1=train.adam_beta1,
                 adam_beta2=train.adam_beta2,
@@ -129,10 +138,12 @@ class MegatronTrainer:
             self.optimizer,
             init_lr=0.0,
             max_lr=train.lr,
-            min_lr=0.0,
+            min_lr=train.min_lr,
             lr_warmup_steps=train.warmup_steps,
-            lr_decay_steps=train.warmup_steps + 1,
-            lr_decay_style="constant",
+            lr_decay_steps=self.setup.steps + 1,  # the last step still learns; min_lr comes after it
+            lr_decay_style=MEGATRON_STYLE[train.lr_schedule],
+            wsd_decay_steps=train.decay_steps + 1,
+            lr_wsd_decay_style="linear",
             start_wd=train.weight_decay,
             end_wd=train.weight_decay,
             wd_incr_steps=1,
