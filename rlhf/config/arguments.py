@@ -20,9 +20,7 @@ def check_arguments(arguments: list[str]) -> None:
     """
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(
-            f"{message} (see --help; options such as -m come before the keys, and keys have no dashes: KEY=VALUE)"
-        )
+        raise ConfigError(f"{message} (see --help; options such as -m come first, and keys have no dashes: KEY=VALUE)")
 
     parser = get_args_parser()
     parser.error = refuse

@@ -11,8 +11,8 @@ from rlhf.config.base import (
     require,
     require_at_least,
     require_below,
+    require_between,
     require_positive,
-    written,
 )
 
 
