@@ -131,9 +131,7 @@ def test_samples_do_not_depend_on_the_order_of_requests(engine: RayEngine, folde
     assert len({tuple(response) for response in first}) == 3
 
 
-def test_mixed_and_incomplete_updates_are_refused(
-    engine: RayEngine, folders: tuple[Path, Path]
-) -> None:
+def test_mixed_and_incomplete_updates_are_refused(engine: RayEngine, folders: tuple[Path, Path]) -> None:
     tensor = np.zeros((576,), dtype=np.float32)
 
     def bucket(version: int) -> ray.ObjectRef:
