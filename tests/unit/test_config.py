@@ -365,7 +365,8 @@ MISTAKES = {
     # the command line itself
     "algo.beta=0 algo.beta=1": "algo.beta is given twice, algo.beta=0 and algo.beta=1; keep one",
     "algo=gkd +algo=grpo": "algo is given twice, algo=gkd and algo=grpo; keep one",
-    "--lr=1": "unrecognized arguments: --lr=1 (see --help; options such as -m come first, and keys have no dashes: KEY=VALUE)",
+    "--lr=1": "unrecognized arguments: --lr=1 (see --help; options such as -m come first, and keys have no dashes: "
+    "KEY=VALUE)",
 }
 
 
