@@ -13,6 +13,7 @@ from rlhf.config.base import (
     require_below,
     require_between,
     require_positive,
+    written,
 )
 
 

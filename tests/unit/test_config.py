@@ -192,6 +192,9 @@ OUT_OF_RANGE = [
     "train.lr=nan",
     "train.lr=inf",
     "train.warmup_steps=-1",
+    "train.min_lr=1e-6",
+    "train.lr_schedule=wsd",
+    "train.decay_steps=4",
     "train.weight_decay=-1",
     "train.adam_beta1=-0.1",
     "train.adam_beta1=1",
@@ -213,6 +216,16 @@ def test_values_out_of_range_name_their_key(override: str) -> None:
     assert line is not None and key in line and "\n" not in line
 
 
+def test_learning_rate_schedules_fit_the_run() -> None:
+    linear, wsd = "train.lr_schedule=linear", "train.lr_schedule=wsd"
+    assert "train.min_lr must be in [0, 1e-05], got -1" in refusal(linear, "train.min_lr=-1")
+    assert "train.min_lr must be in [0, 1e-05], got 1" in refusal(linear, "train.min_lr=1")
+    assert "train.warmup_steps=17 and train.decay_steps=0 don't fit run.steps=16" in refusal("train.warmup_steps=17")
+    assert "train.warmup_steps=9 and train.decay_steps=8 don't fit" in refusal(
+        wsd, "train.warmup_steps=9", "train.decay_steps=8"
+    )
+
+
 def test_both_refusals_of_fullvocab_and_paths() -> None:
     assert "distill.temperature must be greater than 0" in refusal("distill=fullvocab", "distill.temperature=-1")
     assert "data.path is empty" in refusal("data=file", "data.path=''")
@@ -223,7 +236,7 @@ def test_both_refusals_of_fullvocab_and_paths() -> None:
 
 def test_limits_themselves_are_allowed() -> None:
     run_of("algo.beta=0", "rollout.top_p=1", "rollout.temperature=0", "train.adam_beta1=0", "train.clip_grad=0")
-    run_of("algo.beta=1", "eval.samples=0", "run.seed=2147483647", "cluster.threads=1", "train.warmup_steps=100")
+    run_of("algo.beta=1", "eval.samples=0", "run.seed=2147483647", "cluster.threads=1", "train.warmup_steps=16")
 
 
 # -- Across keys, options and groups -----------------------------------------------------------------------------------
