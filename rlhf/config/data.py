@@ -41,6 +41,8 @@ class DataCommon:
     """Visit the rows in a new seeded order each epoch."""
     system_prompt: str | None = None
     """Put before every conversation that has no system message of its own."""
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
+    """Variables for the tokenizer's chat template, e.g. `data.chat_template_args.enable_thinking=false` for Qwen3."""
 
     def __post_init__(self) -> None:
         require_at_least("data.max_length", self.max_length, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,13 +39,16 @@ def tokenise_rows(rows: Sequence[Row], tokenizer: Any, spec: DataCommon) -> tupl
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer of {name} has no EOS token; set eos_token in its tokenizer_config.json")
 
+    check_template_args(tokenizer.get_chat_template(), spec.chat_template_args)
+
     used: list[Row] = []
     bad: list[BadRow] = []
     prompts: list[Int32[np.ndarray, " t"]] = []
     truncated: list[bool] = []
     for start in range(0, len(rows), BATCH):
         batch = rows[start : start + BATCH]
-        encoded = _encode(tokenizer, [with_system_prompt(row.messages, spec.system_prompt) for row in batch])
+        conversations = [with_system_prompt(row.messages, spec.system_prompt) for row in batch]
+        encoded = _encode(tokenizer, conversations, spec.chat_template_args)
         for row, ids in zip(batch, encoded, strict=True):
             if isinstance(ids, str):
                 bad.append(BadRow(row.where, ids))
@@ -72,22 +76,50 @@ def with_system_prompt(messages: list[dict[str, Any]], system_prompt: str | None
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def _encode(tokenizer: Any, conversations: list[list[dict[str, Any]]]) -> list[list[int] | str]:
+def check_template_args(template: str, arguments: dict[str, Any]) -> None:
+    """A template passes over variables it doesn't know, so a misspelt one would change nothing.
+
+    Raises:
+        DataError: a variable that the template doesn't read.
+    """
+    from jinja2 import Environment, TemplateSyntaxError, meta
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    environment.globals.clear()
+    try:
+        # `{% generation %}` is an extension of transformers; it reads no variable.
+        known = meta.find_undeclared_variables(
+            environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template))
+        )
+    except TemplateSyntaxError as error:
+        raise DataError(f"the tokenizer's chat template can't be read: {one_line(error)}") from error
+    for name in arguments:
+        if name not in known:
+            own = sorted(known - {"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"})
+            reads = ", ".join(own) or "no variable"
+            raise DataError(f"data.chat_template_args.{name} has no effect: the chat template reads {reads}")
+
+
+def _encode(
+    tokenizer: Any, conversations: list[list[dict[str, Any]]], arguments: dict[str, Any]
+) -> list[list[int] | str]:
     """Token ids of each conversation, or the reason why the chat template refuses it."""
     try:
-        return _apply(tokenizer, conversations)
+        return _apply(tokenizer, conversations, arguments)
     except Exception:  # one bad conversation fails the batch; templates raise whatever their Jinja code raises
         results: list[list[int] | str] = []
         for conversation in conversations:
             try:
-                results += _apply(tokenizer, [conversation])
+                results += _apply(tokenizer, [conversation], arguments)
             except Exception as error:
                 results.append(f"the chat template refuses it: {one_line(error)[:200]}")
         return results
 
 
-def _apply(tokenizer: Any, conversations: list[list[dict[str, Any]]]) -> list[Any]:
-    return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, tokenize=True, return_dict=False)
+def _apply(tokenizer: Any, conversations: list[list[dict[str, Any]]], arguments: dict[str, Any]) -> list[Any]:
+    return tokenizer.apply_chat_template(
+        conversations, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
+    )
 
 
 def _responses(texts: list[str | None], tokenizer: Any) -> list[Int32[np.ndarray, " r"] | None]:

@@ -99,3 +99,13 @@ def test_tokenizer_without_template_or_eos() -> None:
 def test_no_rows() -> None:
     table, bad = tokenise_rows([], tiny_tokenizer(), FileData())
     assert len(table) == 0 and bad == [] and table.tokens.dtype == np.int32
+
+
+def test_template_arguments_reach_the_template_and_unknown_ones_are_refused() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not thinking %}<no>{% endif %}"
+    tokenizer = tiny_tokenizer(chat_template=template)
+    plain, _ = tokenise_rows([row(0, "abc")], tokenizer, FileData())
+    thinking, _ = tokenise_rows([row(0, "abc")], tokenizer, FileData(chat_template_args={"thinking": True}))
+    assert tokenizer.decode(plain.tokens) == "abc<no>" and tokenizer.decode(thinking.tokens) == "abc"
+    with pytest.raises(DataError, match=r"chat_template_args\.think has no effect: the chat template reads thinking"):
+        tokenise_rows([row(0, "abc")], tokenizer, FileData(chat_template_args={"think": True}))
