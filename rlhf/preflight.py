@@ -8,11 +8,15 @@ from typing import Any
 
 from rlhf import assets, tokenizers
 from rlhf.backends.megatron.architecture import Architecture
+from rlhf.config.cluster import Device
 from rlhf.config.distill import TopK
 from rlhf.config.run import EvalResponses, Run
 from rlhf.config.teacher import ColocatedTeacher
 from rlhf.data.dataset import Dataset, load
 from rlhf.errors import ConfigError, ModelError
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Of vLLM's CPU attention (0.32); the driver can't ask it without importing vLLM."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ def check_inputs(run: Run) -> Inputs:
     student = assets.resolve(run.model.path, run.model.drop_layers)
     architecture = Architecture.from_config(assets.read_config(student), f"model.path={run.model.path}")
     _check_lengths(run, architecture, f"model.path={run.model.path}")
+    if run.cluster.device is Device.cpu and architecture.head_dim not in CPU_HEAD_DIMS:
+        raise ModelError(
+            f"model.path={run.model.path} has head_dim={architecture.head_dim}; vLLM on CPU attends with "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))} only"
+        )
     teacher = _check_teacher(run, student, architecture) if isinstance(run.teacher, ColocatedTeacher) else None
     tokenizer = tokenizers.load_tokenizer(student)
     stop_token_ids = tokenizers.stop_token_ids(student, tokenizer)

@@ -34,6 +34,8 @@ def to_run(config: DictConfig) -> Run:
             raise ConfigError(unknown_key(key, config))
     missing = sorted(OmegaConf.missing_keys(config))
     incomplete = {key.partition(".")[0] for key in missing}
+    if "model.path" in missing:
+        incomplete.add("teacher")  # whose default depends on it
     sections = {name: _section(name, config) for name in names if name not in incomplete}
     if missing:
         hints = ", ".join(HINTS.get(key, f"{key}=...") for key in missing)

@@ -89,6 +89,8 @@ def _unreadable(error: OverrideParseException) -> str:
     """An override that isn't KEY=VALUE in Hydra's grammar."""
     reason = f": {one_line(error.__cause__)}" if error.__cause__ is not None else ""
     reason = re.sub(r" expecting \{.*", "", reason)
+    if "=~" in str(error.override):
+        return f"can't read {error.override!r}: write $HOME instead of ~"
     return f"can't read {error.override!r}{reason}; write KEY=VALUE, and quote special characters: 'KEY=\"VALUE\"'"
 
 

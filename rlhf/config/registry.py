@@ -57,9 +57,22 @@ def _node(spec: type) -> Any:
     return node
 
 
+def default_teacher(*, _root_: Any) -> str:
+    """The default `teacher.model`: the whole built-in model for its cut-down self, none for another student."""
+    student = _root_.get("model")
+    named = OmegaConf.is_dict(student) and not OmegaConf.is_missing(student, "path")
+    return model.BUILT_IN if named and student.path == model.BUILT_IN else teacher.UNNAMED
+
+
 def _list_groups() -> str:
     """The options of every group, for --help."""
-    return "\n".join(f"  {group:<10} {', '.join(options)}" for group, options in GROUPS.items())
+    from rlhf.config.reference import unavailable
+
+    lines = []
+    for group, options in GROUPS.items():
+        names = [f"{name} (not yet)" if unavailable(spec) else name for name, spec in options.items()]
+        lines.append(f"  {group:<10} {', '.join(names)}")
+    return "\n".join(lines)
 
 
 def register() -> None:
@@ -70,5 +83,6 @@ def register() -> None:
             store.store(group=f"schema/{group}", name=option, node=_node(spec))
     for section, spec in SECTIONS.items():
         store.store(group="schema", name=section, node=_node(spec))
+    OmegaConf.register_new_resolver("rlhf.default_teacher", default_teacher, replace=True)
     OmegaConf.register_new_resolver("rlhf.groups", _list_groups, replace=True)
     OmegaConf.register_new_resolver("rlhf.project_root", lambda: str(PROJECT_ROOT), replace=True)

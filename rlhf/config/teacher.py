@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf.config.base import not_yet, require_text
+from rlhf.config.base import not_yet, require, require_text
+
+UNNAMED = "(name it)"
+"""What `teacher.model` is where no default fits."""
 
 
 @dataclass(kw_only=True)
@@ -15,6 +18,11 @@ class ColocatedTeacher:
     """Teacher checkpoint: a Hugging Face folder or a built-in name. Must share the student's tokenizer."""
 
     def __post_init__(self) -> None:
+        require(
+            self.model != UNNAMED,
+            "the default teacher goes with the default student only; name yours: teacher.model=FOLDER (a Hugging Face "
+            "checkpoint with the student's tokenizer)",
+        )
         require_text("teacher.model", self.model, "FOLDER")
 
 

@@ -63,8 +63,9 @@ def start(run: Run, inputs: Inputs, objective: Objective) -> Roles:
         raise
     devices = f"{run.train.gpus} x {run.cluster.device.value}"
     described = [
-        f"trainer: {devices}, Megatron-core, {run.train.dtype.value}",
-        "teacher: in the trainer's processes",
+        f"trainer: {devices}, Megatron-core, {run.train.dtype.value}, student {run.model.path}"
+        + (f" without {len(run.model.drop_layers)} layers" if run.model.drop_layers else ""),
+        f"teacher: {run.teacher.model}, in the trainer's processes",
         f"engine: the same {devices}, vLLM, {run.rollout.dtype.value}",
     ]
     return Roles(trainer, trainer, engine, cluster, described)

@@ -25,10 +25,14 @@ def plot_run(run_dir: Path) -> Path:
 
     figure = Figure(figsize=(8, 6), layout="constrained")  # no pyplot: no display, no state to clean up
     curves, bars = figure.subplots(2, sharex=True)
+    drawn: list[dict[int, float]] = []
     for name in CURVES:
         points = {step: metrics[name] for step, metrics in steps.items() if name in metrics}
-        if points:
-            curves.plot(list(points), list(points.values()), marker="o", markersize=3, label=name)
+        if points and points not in drawn:  # loss and divergence are often the same
+            drawn.append(points)
+            rare = name.startswith("eval/")
+            line = "--" if rare else "-"
+            curves.plot(list(points), list(points.values()), line, marker="o", markersize=6 if rare else 3, label=name)
     curves.set_ylabel("loss, divergence")
     base = [0.0] * len(steps)
     for phase in PHASES:
@@ -41,6 +45,7 @@ def plot_run(run_dir: Path) -> Path:
     bars.xaxis.get_major_locator().set_params(integer=True)
     for axes in (curves, bars):
         axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     path = run_dir / FILE

@@ -82,7 +82,8 @@ def read(run_dir: Path) -> RunSummary:
 def show(summary: RunSummary, console: rich.console.Console) -> None:
     """Prints the summary: divergences, sample, seconds, files. Fits 80 columns, and reads the same in a pipe."""
     console.print()
-    pace = f", {summary.seconds / summary.steps:.1f} s a step" if summary.steps else ""
+    in_steps = summary.phases.get("step", summary.seconds)
+    pace = f", {in_steps / summary.steps:.1f} s a step" if summary.steps else ""
     headline = f"Run {summary.name}: {summary.steps} steps in {_duration(summary.seconds)}{pace}"
     console.print(Text(headline, style="bold"), soft_wrap=True)
     if summary.eval_before or summary.eval_after:

@@ -29,7 +29,16 @@ from rlhf.data.rows import BadRow
 from rlhf.distill.fullvocab import FullVocabDistill
 from rlhf.distill.topk import TopKDistill
 from rlhf.errors import ConfigError, RoleDied
-from rlhf.execute import build_objective, check_folder, largest_gap, prepare_folder, report_data, saved_text, train
+from rlhf.execute import (
+    BEGUN,
+    build_objective,
+    check_folder,
+    largest_gap,
+    prepare_folder,
+    report_data,
+    saved_text,
+    train,
+)
 from rlhf.loggers.base import MetricLog, build
 from rlhf.preflight import Inputs
 from rlhf.roles.doubles import Done, DoubleEngine, DoubleScorer, DoubleTrainer, doubles
@@ -93,6 +102,7 @@ def test_overwrite_leaves_nothing_of_the_earlier_run(tmp_path: Path) -> None:
     folder = tmp_path / "test"
     prepared(run_of(folder), {"old": 1})
     (folder / "checkpoints" / "final").mkdir(parents=True)
+    (folder / BEGUN).touch()
     with pytest.raises(ConfigError, match=r"holds an earlier run; choose another .* run\.overwrite=true"):
         check_folder(run_of(folder))
     prepared(overwriting(folder), {"new": 1})

@@ -64,7 +64,7 @@ def test_shown_at_80_columns(tmp_path, monkeypatch):
     clipped = ["          " + " ".join(["the"] * 17)] * 4
     assert shown(summary_of(run_dir)) == [
         "",
-        "Run gkd_small: 6 steps in 3 min 12 s, 32.0 s a step",
+        "Run gkd_small: 6 steps in 3 min 12 s, 30.0 s a step",
         "",
         "Held-out divergence from the teacher",
         "                before     after     ratio",
