@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config.arguments import check_arguments, check_folders
 from rlhf.config.compose import to_run
-from rlhf.config.messages import explain
+from rlhf.config.messages import explain, interrupted
 from rlhf.config.registry import PROJECT_ROOT, register
 
 register()
@@ -42,6 +42,8 @@ def job(config: DictConfig) -> float | None:
             print(f"\njob {command.job.num}: {' '.join(command.overrides.task)}", flush=True)
         return objective(config)
     except Exception as error:
+        if interrupted(error):
+            raise KeyboardInterrupt from error
         report(error, f"job {command.job.num} ({' '.join(command.overrides.task)}): " if sweep else "")
         failed.append(error)
         return None

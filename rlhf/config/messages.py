@@ -66,6 +66,11 @@ def explain(error: BaseException) -> str | None:
     return None
 
 
+def interrupted(error: BaseException) -> bool:
+    """Whether Ctrl-C is behind an error: libraries turn it into one of theirs while they import."""
+    return any(isinstance(cause, KeyboardInterrupt) for cause in _chain(error))
+
+
 def _chain(error: BaseException) -> list[BaseException]:
     """The error and what caused it, outermost first."""
     chain: list[BaseException] = []

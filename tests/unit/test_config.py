@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlhf import launch
 from rlhf.config.arguments import check_arguments
 from rlhf.config.compose import to_run
-from rlhf.config.messages import explain
+from rlhf.config.messages import explain, interrupted
 from rlhf.config.model import SmolLM2With24Layers
 from rlhf.config.registry import GROUPS, PROJECT_ROOT, SECTIONS, target_of
 from rlhf.config.run import Run
@@ -577,3 +577,14 @@ print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_ctrl_c_inside_an_import_is_still_ctrl_c() -> None:
+    try:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as stop:
+            raise ModuleNotFoundError("could not import") from stop
+    except ModuleNotFoundError as error:
+        assert interrupted(error)
+    assert not interrupted(ModuleNotFoundError("could not import"))
