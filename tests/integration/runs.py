@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,8 @@ def launch(overrides: list[str], cwd: Path, timeout: float = 300) -> subprocess.
 
 
 def start(overrides: list[str], cwd: Path) -> subprocess.Popen[str]:
-    """Run the command in the background, in a process group of its own."""
+    """Run the command in the background, in a session of its own, as a terminal would: a background job (of which this
+    test may be one) hands down that Ctrl-C is ignored."""
     return subprocess.Popen(
         [*COMMAND, *last_of_each(overrides)],
         cwd=cwd,
@@ -70,6 +72,7 @@ def start(overrides: list[str], cwd: Path) -> subprocess.Popen[str]:
         text=True,
         env=environment(),
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
