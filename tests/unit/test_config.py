@@ -401,7 +401,7 @@ def test_giving_the_same_value_twice_is_no_contradiction() -> None:
 def test_bugs_are_not_explained_away() -> None:
     assert explain(TypeError("x")) is None
     assert explain(ValueError("x")) is None
-    assert explain(PermissionError(13, "Permission denied", "/root/x")) == "Permission denied: /root/x"
+    assert explain(PermissionError(13, "Permission denied", "/a/b")) == "Permission denied: /a/b"
 
 
 # -- The command -------------------------------------------------------------------------------------------------------
