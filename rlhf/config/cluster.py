@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from rlhf.config.base import not_yet, refuse_unused, require_at_least, require_positive, require_text
+from rlhf.config.base import not_yet, refuse_unused, require, require_at_least, require_positive, require_text
 
 
 class Device(Enum):
@@ -41,6 +41,11 @@ class Cluster:
         require_positive("cluster.start_timeout_s", self.start_timeout_s)
         if self.address is not None:
             require_text("cluster.address", self.address, "auto")
+            require(
+                "://" not in self.address,
+                f"cluster.address={self.address} is no HOST:PORT; run the command on a node of the cluster, with "
+                "cluster.address=auto",
+            )
             refuse_unused(
                 self,
                 "cluster",
