@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 SLOT = "slot"
 """Custom resource that stands for a device on CPU: bundles of CPUs would never be ready on a small machine."""
+
+CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -123,6 +126,8 @@ class RayCluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         try:
+            if self.spec.address not in (None, "auto"):
+                check_answers(self.spec.address)
             ray.init(
                 address=self.spec.address or "local",  # local: never one that happens to run here
                 log_to_driver=False,
@@ -178,6 +183,12 @@ class RayCluster:
             ray.shutdown()
             end(helpers)
             self.started = False
+
+
+def check_answers(address: str) -> None:
+    """Raise OSError unless something listens at HOST:PORT: Ray itself would try again for many minutes."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def raylet_processes() -> list[psutil.Process]:

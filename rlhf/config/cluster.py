@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,7 +25,7 @@ class Cluster:
     device: Device = Device.cpu
     """cpu | cuda (not available yet)."""
     address: str | None = None
-    """Address of a running Ray cluster, or `auto`; null starts one on this machine."""
+    """HOST:PORT of a running Ray cluster, or `auto` on one of its nodes; null starts one on this machine."""
     threads: int | None = None
     """CPU threads of each process; null: as many as the machine has."""
     object_store_gb: float = 2.0
@@ -42,9 +43,8 @@ class Cluster:
         if self.address is not None:
             require_text("cluster.address", self.address, "auto")
             require(
-                "://" not in self.address,
-                f"cluster.address={self.address} is no HOST:PORT; run the command on a node of the cluster, with "
-                "cluster.address=auto",
+                self.address == "auto" or re.fullmatch(r"[^\s/:]+:\d{1,5}", self.address) is not None,
+                f"cluster.address={self.address} must be HOST:PORT, or auto on a node of the cluster",
             )
             refuse_unused(
                 self,
