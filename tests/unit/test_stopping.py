@@ -11,8 +11,10 @@ from contextlib import contextmanager
 import pytest
 
 SETUP = "import signal, sys, time\nfrom rlhf.stopping import Stopped, exit_code, unstoppable, watch\n"
-READY = "watch()\nprint('ready', flush=True)\n"
-TO_THE_SHELL = "try:\n    time.sleep(60)\nexcept Stopped:\n    sys.exit(exit_code())\n"
+TO_THE_SHELL = (
+    "try:\n    watch()\n    print('ready', flush=True)\n    time.sleep(60)\n"
+    "except Stopped:\n    sys.exit(exit_code())\n"
+)
 
 
 @contextmanager
@@ -31,16 +33,18 @@ def started(program: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_each_signal_is_one_exception_and_its_own_exit_code(number: signal.Signals) -> None:
-    with started(SETUP + READY + TO_THE_SHELL) as process:
+    with started(SETUP + TO_THE_SHELL) as process:
         process.send_signal(number)
         assert process.wait(timeout=30) == 128 + number
 
 
 def test_a_shutdown_is_not_interrupted() -> None:
     shutdown = "with unstoppable():\n    print('ready', flush=True)\n    time.sleep(1)\n    print('done', flush=True)\n"
-    with started(SETUP + "watch()\n" + shutdown + TO_THE_SHELL) as process:
+    then = TO_THE_SHELL.replace("'ready'", "'then'")
+    with started(SETUP + "watch()\n" + shutdown + then) as process:
         process.send_signal(signal.SIGINT)
-        assert process.stdout is not None and process.stdout.readline() == "done\n"
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["done\n", "then\n"]
         process.send_signal(signal.SIGTERM)  # which counts again
         out, err = process.communicate(timeout=30)
         assert (out, err, process.returncode) == ("", "shutting down, a moment ...\n", 143)
@@ -48,7 +52,7 @@ def test_a_shutdown_is_not_interrupted() -> None:
 
 def test_what_nohup_ignores_stays_ignored() -> None:
     ignore = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-    with started(SETUP + ignore + READY + TO_THE_SHELL) as process:
+    with started(SETUP + ignore + TO_THE_SHELL) as process:
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 143
