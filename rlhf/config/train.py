@@ -146,3 +146,7 @@ class Train:
     def pad_multiple(self) -> int:
         """Lengths are rounded up to this, so that each device gets as much of a sequence."""
         return self.tensor_parallel if self.uses_sequence_parallel else 1
+
+    def padded(self, length: int) -> int:
+        """`length` rounded up."""
+        return -(-length // self.pad_multiple) * self.pad_multiple

@@ -17,10 +17,10 @@ from tests.unit.tiny import save_tiny_llama
 COMMAND = [sys.executable, "-m", "rlhf.launch"]
 
 
-def tiny_world(folder: Path) -> list[str]:
+def tiny_world(folder: Path, kv_heads: int = 1) -> list[str]:
     """A tiny student, a tiny teacher and rows of both kinds -> the overrides that use them."""
-    student = save_tiny_llama(folder / "student", tied=True, layers=2, heads=2, kv_heads=1, seed=1)
-    teacher = save_tiny_llama(folder / "teacher", layers=2, heads=2, kv_heads=1, seed=2)
+    student = save_tiny_llama(folder / "student", tied=True, layers=2, heads=2, kv_heads=kv_heads, seed=1)
+    teacher = save_tiny_llama(folder / "teacher", layers=2, heads=2, kv_heads=kv_heads, seed=2)
     rows: list[object] = [{"prompt": f"what is {i} apples and {i} pears"} for i in range(20)]
     rows += [
         {

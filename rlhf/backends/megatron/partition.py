@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +26,3 @@ class Partition:
     def padded_vocab(self, architecture: Architecture) -> int:
         """Rows of embedding and head over all ranks."""
         return round_up(max(architecture.vocab, self.least_vocab), self.size)
-
-
-def indivisible(architecture: Architecture, tensor_parallel: int) -> str | None:
-    """What of a model can't be divided by so many ranks, as `name=number`; None if all can."""
-    numbers: Sequence[tuple[str, int]] = (
-        ("num_attention_heads", architecture.heads),
-        ("num_key_value_heads", architecture.kv_groups),
-        ("intermediate_size", architecture.ffn_hidden),
-    )
-    return next((f"{name}={number}" for name, number in numbers if number % tensor_parallel), None)
