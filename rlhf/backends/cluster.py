@@ -78,9 +78,7 @@ def wait_for(calls: list[Call], timeout_s: float | None = None) -> list[Any]:
         ready, _ = ray.wait(list(waiting), timeout=left)
         if not ready:
             name = next(iter(waiting.values())).name
-            raise ClusterError(
-                f"the {name} process was not ready within cluster.start_timeout_s={timeout_s:g} seconds"
-            )
+            raise ClusterError(f"the {name} process was not ready within cluster.start_timeout_s={timeout_s:g} seconds")
         with plain_failures(waiting.pop(ready[0])):
             results[ready[0]] = ray.get(ready[0])
     return [results[call.reference] for call in calls]
@@ -118,9 +116,7 @@ def plain_failures(process: Process) -> Iterator[None]:
             raise RoleDied(f"the {died.name} process ended unexpectedly: {words}") from error
         if isinstance(reason, RayError):
             raise ClusterError(f"Ray failed while the {process.name} was at work: {last_words(reason)}") from error
-        raise RoleFailed(
-            f"the {process.name} failed with {type(reason).__name__}: {last_words(reason)}"
-        ) from error
+        raise RoleFailed(f"the {process.name} failed with {type(reason).__name__}: {last_words(reason)}") from error
 
 
 def ended(processes: list[Process]) -> Iterator[tuple[Process, str]]:
@@ -148,7 +144,7 @@ def last_words(error: BaseException | None) -> str:
 
 
 def threads_each(nodes: list[str], cores: int) -> int:
-    """CPU threads of each process, so that those at work at a time share a node's cores. Roles on one device take turns.
+    """CPU threads of each process: devices of a node share its cores, roles on one device take turns.
 
     Args:
         nodes: the node of each device.
@@ -197,7 +193,7 @@ class RayCluster:
                 configure_logging=True,
                 **({} if self.spec.address else own_cluster),
             )
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray also raises plain ones, e.g. when a machine is too busy to start it
             if self.spec.address is None:
                 raise ClusterError(f"Ray could not be started here: {last_words(error)}") from error
             raise ClusterError(

@@ -70,11 +70,11 @@ class Shard:
     group: Any | None = None
     """The ranks that share the vocabulary; None: this one has all of it."""
 
-    def add(self, values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    def add(self, values: Float[Tensor, ...]) -> Float[Tensor, ...]:
         """Own values -> their sum over the ranks."""
         return values if self.group is None else _AddOverRanks.apply(values, self.group)
 
-    def spread(self, values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    def spread(self, values: Float[Tensor, ...]) -> Float[Tensor, ...]:
         """Values that all ranks share, for use with own columns."""
         return values if self.group is None else _SpreadToRanks.apply(values, self.group)
 

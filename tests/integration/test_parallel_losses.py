@@ -98,5 +98,5 @@ def test_two_ranks_equal_one() -> None:
         assert {case[-1] for case in differences} >= {"rows.loss", "rows.entropy", "rows.logprob", "d hidden", "kl"}
         for case, difference in differences.items():
             # The teacher's scores are kept in fp32, in whatever the heads are.
-            limit = 1e-5 if case[0] is torch.float32 else 1e-7 if "scores.logprobs" == case[-1] else 1e-12
+            limit = 1e-5 if case[0] is torch.float32 else 1e-7 if case[-1] == "scores.logprobs" else 1e-12
             assert difference <= limit, f"{case}: {difference:.1e}"

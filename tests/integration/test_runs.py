@@ -6,8 +6,6 @@ import json
 import math
 import shutil
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import psutil
@@ -16,7 +14,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf.report.summary import read
-from tests.integration.runs import descendants, launch, metrics_of, role_processes, start, tiny_world
+from tests.integration.runs import (
+    descendants,
+    launch,
+    metrics_of,
+    role_processes,
+    start,
+    tiny_world,
+    wait_for_step,
+)
 
 EVERY_STEP = [
     "train/loss",
@@ -103,19 +109,6 @@ def test_your_own_model_and_data(world: tuple[Path, list[str]], tmp_path: Path) 
     assert "forward KL" in done.stdout and "outputs/own/checkpoints/final" in done.stdout
 
 
-def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, timeout: float = 240) -> None:
-    """Wait until a background run has logged `step`."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise AssertionError(f"ended early: {process.communicate()}")
-        if (run_dir / "metrics.jsonl").exists() and step in metrics_of(run_dir):
-            return
-        time.sleep(0.2)
-    process.kill()
-    raise AssertionError(f"step {step} was not reached")
-
-
 def test_runs_that_end_before_their_time(world: tuple[Path, list[str]], tmp_path: Path) -> None:
     """A role killed with SIGKILL and Ctrl-C: one clear line, what was saved, nothing left running. All runs have the
     same seed, so what they did until then is the same, too."""
@@ -131,7 +124,7 @@ def test_runs_that_end_before_their_time(world: tuple[Path, list[str]], tmp_path
         wait_for_step(process, run_dir, 2)
         left = descendants(process.pid)
         if strike:
-            role_processes(process.pid)[strike].kill()
+            role_processes(process.pid)[strike][0].kill()
         else:
             process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)

@@ -42,7 +42,9 @@ def test_no_group_straddles_nodes_that_need_not(size: int, other: int):
     for counts in itertools.product(range(5), repeat=3):
         if sum(counts) == 0 or sum(counts) % max(size, other):
             continue
-        nodes = "".join(itertools.chain(*itertools.zip_longest(*("ABC"[i] * n for i, n in enumerate(counts)), fillvalue="")))
+        nodes = "".join(
+            itertools.chain(*itertools.zip_longest(*("ABC"[i] * n for i, n in enumerate(counts)), fillvalue=""))
+        )
         order = by_node(nodes, (size, other))
         assert sorted(order) == list(range(len(nodes)))
         if size >= other:

@@ -236,7 +236,7 @@ class MegatronTrainer:
 
     @on_device
     def accumulate_gradients(self, sequences: Sequences, minibatch: MiniBatch) -> Totals:
-        """Forward and backward of one optimizer step; gradients are left in the DDP buffers. Returns this rank's totals.
+        """Forward and backward of one optimizer step -> this rank's totals; gradients are left in the DDP buffers.
 
         Data-parallel ranks may have different numbers of micro-batches: they meet when all of theirs are done.
         """

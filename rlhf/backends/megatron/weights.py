@@ -23,7 +23,6 @@ from rlhf.backends.megatron.architecture import Architecture
 from rlhf.backends.megatron.partition import Partition
 from rlhf.errors import ModelError
 
-
 WHOLE = Partition()
 
 
@@ -110,7 +109,10 @@ TABLE: dict[str, tuple[Same, list[str]]] = {
     "decoder.final_layernorm.weight": (Same(), ["model.norm.weight"]),
     _LAYER + "input_layernorm.weight": (Same(), [_HF_LAYER + "input_layernorm.weight"]),
     _LAYER + "pre_mlp_layernorm.weight": (Same(), [_HF_LAYER + "post_attention_layernorm.weight"]),
-    _LAYER + "self_attention.linear_qkv.weight": (GroupedQKV(split=0), [_ATTENTION + f"{p}_proj.weight" for p in "qkv"]),
+    _LAYER + "self_attention.linear_qkv.weight": (
+        GroupedQKV(split=0),
+        [_ATTENTION + f"{p}_proj.weight" for p in "qkv"],
+    ),
     _LAYER + "self_attention.linear_qkv.bias": (GroupedQKV(split=0), [_ATTENTION + f"{p}_proj.bias" for p in "qkv"]),
     _LAYER + "self_attention.linear_proj.weight": (Same(split=1), [_ATTENTION + "o_proj.weight"]),
     _LAYER + "self_attention.q_layernorm.weight": (Same(), [_ATTENTION + "q_norm.weight"]),
@@ -175,9 +177,7 @@ def load(
 
 
 @torch.no_grad()
-def export(
-    model: nn.Module, architecture: Architecture, partition: Partition = WHOLE
-) -> Iterator[tuple[str, Tensor]]:
+def export(model: nn.Module, architecture: Architecture, partition: Partition = WHOLE) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, tensor) of every weight, one Megatron tensor at a time; views where possible.
 
     Every rank of the model has to go through it, and gets the whole tensors.
