@@ -114,8 +114,8 @@ class Train:
         )
         require(
             not (self.sequence_parallel is False and self.padding_free and self.tensor_parallel > 1),
-            f"train.padding_free=true with train.tensor_parallel={self.tensor_parallel} needs sequence parallelism; use "
-            "train.sequence_parallel=true (or null), or train.padding_free=false",
+            f"train.padding_free=true with train.tensor_parallel={self.tensor_parallel} needs sequence parallelism; "
+            "use train.sequence_parallel=true (or null), or train.padding_free=false",
         )
         require(
             not (self.distributed_optimizer and self.data_parallel == 1),

@@ -7,8 +7,8 @@
 Layers, from the inside out: `generalised_jsd` on log-probabilities; `topk_rows` and `full_rows` on dense logits;
 `topk_divergence`, `full_divergence` and `forward_and_reverse_kl` on heads, a chunk of rows at a time.
 
-Under tensor parallelism a rank has the logits of its own tokens only: a `Shard` says which, and is what sums, maxima and
-look-ups over the vocabulary go through. Losses and statistics are then the same on every rank.
+Under tensor parallelism a rank has the logits of its own tokens only: a `Shard` says which, and sums, maxima and
+look-ups over the vocabulary go through it. Losses and statistics are then the same on every rank.
 
 Arithmetic is fp32 (float64 stays float64). Minus infinity is replaced before any arithmetic, never met as `0 * inf`.
 """

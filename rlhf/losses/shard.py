@@ -37,7 +37,7 @@ class _AddOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -50,7 +50,7 @@ class _SpreadToRanks(torch.autograd.Function):
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -70,11 +70,11 @@ class Shard:
     group: Any | None = None
     """The ranks that share the vocabulary; None: this one has all of it."""
 
-    def add(self, values: Float[Tensor, ...]) -> Float[Tensor, ...]:
+    def add(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Own values -> their sum over the ranks."""
         return values if self.group is None else _AddOverRanks.apply(values, self.group)
 
-    def spread(self, values: Float[Tensor, ...]) -> Float[Tensor, ...]:
+    def spread(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Values that all ranks share, for use with own columns."""
         return values if self.group is None else _SpreadToRanks.apply(values, self.group)
 

@@ -41,8 +41,8 @@ def plan_layout(train_gpus: int, rollout_gpus: int, rollout_tensor_parallel: int
 def by_node(nodes: Sequence[str], groups: Sequence[int]) -> tuple[int, ...]:
     """Number the devices: device i is bundle `by_node(...)[i]`.
 
-    As many groups of neighbours as possible lie on one node, the largest groups first; a group straddles nodes only when
-    what is left of each node is too small for it.
+    As many groups of neighbours as possible lie on one node, the largest first: a group straddles nodes only when what
+    is left of each node is too small for it.
 
     Args:
         nodes: the node of each bundle.

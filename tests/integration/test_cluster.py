@@ -84,13 +84,13 @@ def test_a_failure_names_its_rank(ranks: list[Process], monkeypatch: pytest.Monk
 
 def test_a_death_is_reported_rather_than_what_it_did_to_others(ranks: list[Process]) -> None:
     """Rank 0 fails first: its connection breaks before Ray notices that rank 1 is gone."""
-    with pytest.raises(RoleDied, match="^the trainer rank 1 process ended unexpectedly"):
+    with pytest.raises(RoleDied, match=r"^the trainer rank 1 process ended unexpectedly"):
         wait_for([ranks[0].call("fail", 0.0), ranks[1].call("die", 0.3)])
 
 
 def test_a_stream_ends_when_who_helps_with_it_dies(ranks: list[Process]) -> None:
     stream = iterate(ranks[0].call("stream", 3, True), [ranks[1].call("die", 0.3)])
-    with pytest.raises(RoleDied, match="^the trainer rank 1 process ended unexpectedly"):
+    with pytest.raises(RoleDied, match=r"^the trainer rank 1 process ended unexpectedly"):
         list(stream)
 
 

@@ -26,7 +26,7 @@ def test_two_devices_do_what_one_does_until_a_rank_dies(tmp_path: Path) -> None:
     roles = role_processes(process.pid)
     assert {role: len(processes) for role, processes in roles.items()} == {"TrainerActor": 2, "EngineActor": 2}
     roles["TrainerActor"][1].kill()
-    out, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     (line,) = err.splitlines()
     assert line.startswith("error: the trainer rank ") and "process ended unexpectedly" in line, err

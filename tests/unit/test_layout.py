@@ -42,9 +42,8 @@ def test_no_group_straddles_nodes_that_need_not(size: int, other: int):
     for counts in itertools.product(range(5), repeat=3):
         if sum(counts) == 0 or sum(counts) % max(size, other):
             continue
-        nodes = "".join(
-            itertools.chain(*itertools.zip_longest(*("ABC"[i] * n for i, n in enumerate(counts)), fillvalue=""))
-        )
+        turns = itertools.zip_longest(*(name * count for name, count in zip("ABC", counts, strict=True)), fillvalue="")
+        nodes = "".join(itertools.chain(*turns))
         order = by_node(nodes, (size, other))
         assert sorted(order) == list(range(len(nodes)))
         if size >= other:

@@ -1,8 +1,8 @@
 """Hugging Face <-> Megatron weights, tensor by tensor, by one declarative table.
 
 A rule knows how several Hugging Face tensors make one Megatron tensor and back, and along which dimension each of them
-is split over tensor-parallel ranks. Splitting comes first: a rank's parts make its tensor as whole parts make a whole one.
-A new dense family with the same parts needs no new rule, only a row where it has other names.
+is split over tensor-parallel ranks. Splitting comes first: a rank's parts make its tensor just as whole parts make the
+whole one. A new dense family with the same parts needs no new rule, only a row where it has other names.
 """
 
 from __future__ import annotations
@@ -109,16 +109,13 @@ TABLE: dict[str, tuple[Same, list[str]]] = {
     "decoder.final_layernorm.weight": (Same(), ["model.norm.weight"]),
     _LAYER + "input_layernorm.weight": (Same(), [_HF_LAYER + "input_layernorm.weight"]),
     _LAYER + "pre_mlp_layernorm.weight": (Same(), [_HF_LAYER + "post_attention_layernorm.weight"]),
-    _LAYER + "self_attention.linear_qkv.weight": (
-        GroupedQKV(split=0),
-        [_ATTENTION + f"{p}_proj.weight" for p in "qkv"],
-    ),
-    _LAYER + "self_attention.linear_qkv.bias": (GroupedQKV(split=0), [_ATTENTION + f"{p}_proj.bias" for p in "qkv"]),
-    _LAYER + "self_attention.linear_proj.weight": (Same(split=1), [_ATTENTION + "o_proj.weight"]),
+    _LAYER + "self_attention.linear_qkv.weight": (GroupedQKV(0), [_ATTENTION + f"{p}_proj.weight" for p in "qkv"]),
+    _LAYER + "self_attention.linear_qkv.bias": (GroupedQKV(0), [_ATTENTION + f"{p}_proj.bias" for p in "qkv"]),
+    _LAYER + "self_attention.linear_proj.weight": (Same(1), [_ATTENTION + "o_proj.weight"]),
     _LAYER + "self_attention.q_layernorm.weight": (Same(), [_ATTENTION + "q_norm.weight"]),
     _LAYER + "self_attention.k_layernorm.weight": (Same(), [_ATTENTION + "k_norm.weight"]),
-    _LAYER + "mlp.linear_fc1.weight": (Stacked(split=0), [_MLP + "gate_proj.weight", _MLP + "up_proj.weight"]),
-    _LAYER + "mlp.linear_fc2.weight": (Same(split=1), [_MLP + "down_proj.weight"]),
+    _LAYER + "mlp.linear_fc1.weight": (Stacked(0), [_MLP + "gate_proj.weight", _MLP + "up_proj.weight"]),
+    _LAYER + "mlp.linear_fc2.weight": (Same(1), [_MLP + "down_proj.weight"]),
 }
 
 
@@ -173,7 +170,7 @@ def load(
         parameter.copy_(tensor)
         # Megatron leaves this mark when it initialises a weight, which loading stands in for. The gradient norm adds up
         # what is marked over the ranks, and counts the rest once.
-        parameter.tensor_model_parallel = rule.split is not None
+        parameter.tensor_model_parallel = rule.split is not None  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
