@@ -180,6 +180,10 @@ def test_mistakes_are_found_before_a_process_starts(world: tuple[Path, list[str]
         ([f"data.path={folder / 'none.jsonl'}"], "none.jsonl"),
         (["distill.k=100000"], "distill.k=100000 exceeds the vocabulary"),
         (["data.max_length=600", "train.micro_batch_tokens=9000"], "positions of model.path="),
+        (
+            ["train.gpus=2", "rollout.gpus=2", "train.tensor_parallel=2"],
+            "has num_key_value_heads=1, which train.tensor_parallel=2 doesn't divide",
+        ),
         (["data.max_length=4"], "40 of 40 rows can't be used"),
         (["eval.samples=40", "eval.responses=student"], "eval.samples=40"),
         (["eval.samples=30"], "eval.responses=student"),
