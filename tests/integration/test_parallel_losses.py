@@ -81,6 +81,8 @@ def largest_differences(rank: int, world_size: int, store: Any) -> dict[tuple[An
     for dtype, (kind, vocabulary, teacher_vocabulary, *options) in itertools.product(
         (torch.float32, torch.float64), CASES
     ):
+        if dtype is torch.float32 and options[-1] < ROWS:
+            continue  # in chunks: float64 shows it better
         student, teacher = heads(vocabulary, teacher_vocabulary, dtype)
         dense = everything(student, teacher, kind, *options)
         split = everything(part_of(student, rank), part_of(teacher, rank), kind, *options)
