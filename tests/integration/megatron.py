@@ -54,6 +54,15 @@ def save_tiny_model(folder: Path, family: str, seed: int = 1, **shape: object) -
     return folder
 
 
+def leave_groups() -> None:
+    """Make room for another trainer in this process."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def experience_of(
     sequences: Sequences,
     *,

@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from rlhf import assets
 from rlhf.backends.megatron.device import megatron_device
-from rlhf.backends.megatron.trainer import MegatronTrainer, forward, load_model, select_rows
+from rlhf.backends.megatron.model import forward, load_model, select_rows
+from rlhf.backends.megatron.trainer import MegatronTrainer
 from rlhf.backends.megatron.weights import Checkpoint, export, rule_of
 from rlhf.batching import pack
 from rlhf.config.train import LRSchedule, Train
 from rlhf.types import MicroBatchPlan
-from tests.integration.megatron import experience_of, random_sequences, save_tiny_model, trainer_setup
+from tests.integration.megatron import experience_of, leave_groups, random_sequences, save_tiny_model, trainer_setup
 from tests.unit.tiny import save_tiny_llama
 
 FAMILIES = ["llama", "llama-tied", "llama3", "qwen2", "qwen3", "smollm2"]
@@ -29,7 +30,7 @@ def megatron_groups(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = save_tiny_llama(tmp_path_factory.mktemp("groups") / "model", layers=1)
     trainer = MegatronTrainer(trainer_setup(folder, folder))
     yield trainer
-    torch.distributed.destroy_process_group()
+    leave_groups()
 
 
 def checkpoint(family: str, folder: Path) -> Path:
@@ -117,11 +118,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def fresh_trainer(pair: tuple[Path, Path], **kwargs: object) -> MegatronTrainer:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
+    leave_groups()
     return MegatronTrainer(trainer_setup(*pair, **kwargs))
 
 

@@ -131,7 +131,7 @@ def transformer_config(architecture: Architecture, dtype: torch.dtype, partition
         sequence_parallel=partition.sequence_parallel,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,  # every weight is loaded from a checkpoint
-        calculate_per_token_loss=True,  # token weights are normalised over the step already; see trainer.py
+        calculate_per_token_loss=True,  # token weights are normalised over the step already; see optimizer.py
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

@@ -11,7 +11,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,63 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.algos.objective import RowBatch, Totals
-from rlhf.assets import read_config
-from rlhf.backends.megatron import layers, weights
-from rlhf.backends.megatron.architecture import Architecture
+from rlhf.backends.megatron import optimizer, weights
 from rlhf.backends.megatron.device import megatron_device
+from rlhf.backends.megatron.model import architecture_of, forward, load_model, select_rows
 from rlhf.backends.megatron.partition import Partition
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.batching import MicroBatch, pack
-from rlhf.config.train import LRSchedule
 from rlhf.errors import MisalignedScores, TrainingDiverged
 from rlhf.losses.divergence import forward_and_reverse_kl
-from rlhf.losses.heads import VocabHead
 from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Sequences
-
-MEGATRON_STYLE = {
-    LRSchedule.constant: "constant",
-    LRSchedule.linear: "linear",
-    LRSchedule.cosine: "cosine",
-    LRSchedule.wsd: "WSD",
-}
-
-
-@dataclass
-class Model:
-    """A GPTModel with what its weights mean."""
-
-    module: Any
-    architecture: Architecture
-    partition: Partition = weights.WHOLE
-
-    def hidden_rows(self, micro: MicroBatch) -> Tensor:
-        """Final hidden states [rows, hidden] of the positions that predict response tokens."""
-        return select_rows(forward(self.module, micro), micro)
-
-    def head(self, hidden: Tensor) -> VocabHead:
-        return VocabHead(
-            hidden=hidden,
-            weight=layers.head_weight(self.module),
-            tp_group=self.partition.group,
-            vocab_size=self.architecture.vocab,
-        )
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of every weight; all processes that share the model go through it."""
-        return weights.export(self.module, self.architecture, self.partition)
-
-
-def forward(module: Any, micro: MicroBatch) -> Tensor:
-    """Run a GPTModel (or its DDP wrapper) on a micro-batch -> final hidden states [b, s, hidden]."""
-    device = torch.cuda.current_device()
-    packed = None if micro.cu_seqlens is None else layers.PackedRows.of(torch.from_numpy(micro.cu_seqlens).to(device))
-    tokens = torch.from_numpy(micro.tokens).to(device)
-    return module(tokens, torch.from_numpy(micro.position_ids).to(device), None, packed_seq_params=packed)
-
-
-def select_rows(hidden: Tensor, micro: MicroBatch) -> Tensor:
-    """[b, s, hidden] -> [rows, hidden]: response rows only, before the head ever sees them."""
-    return hidden.flatten(0, 1)[torch.from_numpy(micro.rows).to(hidden.device)]
 
 
 def on_device(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,7 +74,7 @@ class MegatronTrainer:
         if setup.teacher is not None:
             self.teacher = load_model(setup.teacher, dtype, partition)
             self.teacher.module.requires_grad_(False).eval()
-        self._wrap_student()
+        self.ddp, self.optimizer, self.schedule = optimizer.wrap(self.student.module, setup.train, setup.steps)
 
     def _partition(self) -> Partition:
         """This process's part of student and teacher."""
@@ -139,53 +90,6 @@ class MegatronTrainer:
             sequence_parallel=train.uses_sequence_parallel,
             least_vocab=max(architecture_of(folder).vocab for folder in folders if folder is not None),
         )
-
-    def _wrap_student(self) -> None:
-        """DDP, optimizer and learning-rate schedule."""
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-        from megatron.core.transformer.module import Float16Module
-
-        train, config = self.setup.train, self.student.module.config
-        module = Float16Module(config, self.student.module) if config.bf16 else self.student.module
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=train.distributed_optimizer
-        )
-        self.ddp = DistributedDataParallel(config, ddp_config, module)
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=train.lr,
-                min_lr=train.min_lr,
-                weight_decay=train.weight_decay,
-                adam_beta1=train.adam_beta1,
-                adam_beta2=train.adam_beta2,
-                adam_eps=train.adam_eps,
-                clip_grad=train.clip_grad or float("inf"),  # so that the norm is known without clipping, too
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=train.distributed_optimizer,
-            ),
-            [self.ddp],
-        )
-        self.schedule = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=train.lr,
-            min_lr=train.min_lr,
-            lr_warmup_steps=train.warmup_steps,
-            lr_decay_steps=self.setup.steps + 1,  # the last step still learns; min_lr comes after it
-            lr_decay_style=MEGATRON_STYLE[train.lr_schedule],
-            wsd_decay_steps=train.decay_steps + 1,
-            lr_wsd_decay_style="linear",
-            start_wd=train.weight_decay,
-            end_wd=train.weight_decay,
-            wd_incr_steps=1,
-            wd_incr_style="constant",
-        )
-        config.grad_scale_func = self.optimizer.scale_loss
-        config.finalize_model_grads_func = sum_gradients
 
     # ---- teacher ----------------------------------------------------------------------------------------------------
 
@@ -367,25 +271,6 @@ class MegatronTrainer:
             save_hf(folder, self.student.tensors(), self.setup.student, dtype=self.setup.train.dtype.value)
         elif self.rank < self.setup.train.tensor_parallel:
             self.take_part_in_export()
-
-
-def architecture_of(folder: Path) -> Architecture:
-    return Architecture.from_config(read_config(folder), str(folder))
-
-
-def load_model(folder: Path, dtype: torch.dtype, partition: Partition = weights.WHOLE) -> Model:
-    """Build the architecture of a Hugging Face folder, or this rank's part of it, and fill it with its weights."""
-    architecture = architecture_of(folder)
-    module = layers.build_model(architecture, dtype, partition)
-    weights.load(module, architecture, weights.Checkpoint(folder).__getitem__, partition)
-    return Model(module, architecture, partition)
-
-
-def sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's gradient reduction without its division: the token weights are normalised already."""
-    from megatron.core.distributed import finalize_model_grads
-
-    finalize_model_grads(model, None, **kwargs)
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
