@@ -23,7 +23,6 @@ T = TypeVar("T")
 SLOT = "slot"
 """Custom resource that stands for a device on CPU: bundles of CPUs would never be ready on a small machine."""
 
-
 NOTICE_S = 5.0
 """How long Ray may take to notice that a process ended. The others notice by a broken connection, which says less."""
 

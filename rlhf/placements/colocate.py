@@ -72,7 +72,7 @@ def start(run: Run, inputs: Inputs, objective: Objective) -> Roles:
         f"trainer: {devices}{shared_by(run.train)}, Megatron-core, {run.train.dtype.value}, student {run.model.path}"
         + (f" without {len(run.model.drop_layers)} layers" if run.model.drop_layers else ""),
         f"teacher: {run.teacher.model}, in the trainer's processes",
-        f"engine: the same {devices}, {len(layout.replicas)} x vLLM, {run.rollout.dtype.value}",
+        f"engine: the same {devices}, vLLM, {run.rollout.dtype.value}",
     ]
     return Roles(trainer, trainer, engine, cluster, described)
 
