@@ -105,9 +105,8 @@ def train_case(case: Case, folder: Path, rank: int = 0, store: Any = None) -> Ou
     return Outcome(steps, evaluation, weights, [len(micro_batches) for micro_batches in plan.ranks])
 
 
-def round_trip(source: Path, target: Path, dtype: DType, rank: int = 0, store: Any = None) -> None:
-    """Load a checkpoint over two tensor-parallel ranks and save it again."""
-    train = Train(dtype=dtype, **TP2)
+def round_trip(source: Path, target: Path, train: Train, rank: int = 0, store: Any = None) -> None:
+    """Load a checkpoint over several ranks and save it again."""
     trainer = MegatronTrainer(trainer_setup(source, source, train=train), rank, store)
     trainer.save(target)
     leave_groups()
@@ -120,7 +119,8 @@ def all_cases(rank: int, world_size: int, store: Any, folder: Path) -> dict[str,
     for family in SHAPES:
         for dtype in DType:
             name = f"{family}-{dtype.name}"
-            round_trip(folder / family, folder / f"{name}-again", dtype, rank, dist.PrefixStore(name, store))
+            train = Train(dtype=dtype, **TP2)
+            round_trip(folder / family, folder / f"{name}-again", train, rank, dist.PrefixStore(name, store))
     return found
 
 
@@ -139,24 +139,27 @@ def outcomes(folder: Path) -> list[dict[str, Outcome]]:
     return run_ranks(all_cases, 2, folder)
 
 
+def assert_equal(found: Outcome, expected: Outcome, before: dict[str, torch.Tensor]) -> None:
+    """Losses to 1e-5, gradient norms to 1e-4 of them, and weights by how far they moved from `before`."""
+    for step, reference in zip(found.steps, expected.steps, strict=True):
+        assert step.keys() == reference.keys()
+        assert step["train/loss"] == pytest.approx(reference["train/loss"], abs=1e-5)
+        assert step["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=1e-4)
+        for metric in reference.keys() - {"time/train"}:
+            assert step[metric] == pytest.approx(reference[metric], rel=1e-3, abs=1e-5), metric
+    assert found.evaluation == pytest.approx(expected.evaluation, abs=1e-5)
+    assert found.weights.keys() == expected.weights.keys()
+    for tensor, weight in expected.weights.items():
+        moved = np.linalg.norm(weight - before[tensor].numpy())
+        assert np.linalg.norm(found.weights[tensor] - weight) <= 5e-3 * moved, tensor
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_equal_one(name: str, folder: Path, outcomes: list[dict[str, Outcome]]) -> None:
     case = CASES[name]
     expected = train_case(replace(case, layout={}), folder)
     for rank in (0, 1):
-        found = outcomes[rank][name]
-        for step, reference in zip(found.steps, expected.steps, strict=True):
-            assert step.keys() == reference.keys()
-            assert step["train/loss"] == pytest.approx(reference["train/loss"], abs=1e-5)
-            assert step["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=1e-4)
-            for metric in reference.keys() - {"time/train"}:
-                assert step[metric] == pytest.approx(reference[metric], rel=1e-3, abs=1e-5), metric
-        assert found.evaluation == pytest.approx(expected.evaluation, abs=1e-5)
-        assert found.weights.keys() == expected.weights.keys()
-        before = load_file(folder / case.family / "model.safetensors")
-        for tensor, weight in expected.weights.items():
-            moved = np.linalg.norm(weight - before[tensor].numpy())
-            assert np.linalg.norm(found.weights[tensor] - weight) <= 5e-3 * moved, tensor
+        assert_equal(outcomes[rank][name], expected, load_file(folder / case.family / "model.safetensors"))
 
 
 @pytest.mark.parametrize("name", IN_BFLOAT16)
@@ -187,3 +190,27 @@ def test_weights_come_back_bit_exact(family: str, folder: Path, outcomes: list[d
         assert again.keys() == stored.keys()
         for name, tensor in stored.items():
             assert torch.equal(again[name], tensor.to(getattr(torch, dtype.name))), name
+
+
+FOUR = Case("qwen3", dict(gpus=4, tensor_parallel=2, distributed_optimizer=True), None)
+
+
+def four_ranks(rank: int, world_size: int, store: Any, folder: Path) -> Outcome:
+    outcome = train_case(FOUR, folder, rank, dist.PrefixStore("train", store))
+    target = folder / "four-again"
+    round_trip(folder / FOUR.family, target, Train(**FOUR.layout), rank, dist.PrefixStore("save", store))
+    return outcome
+
+
+@pytest.mark.slow
+def test_tensor_and_data_parallel_at_once(folder: Path) -> None:
+    expected = train_case(replace(FOUR, layout={}), folder)
+    before = load_file(folder / FOUR.family / "model.safetensors")
+    outcomes = run_ranks(four_ranks, 4, folder)
+    for outcome in outcomes:
+        for step, reference in zip(outcome.steps, outcomes[0].steps, strict=True):
+            assert {**step, "time/train": 0} == {**reference, "time/train": 0}
+        assert_equal(outcome, expected, before)
+    again = load_file(folder / "four-again" / "model.safetensors")
+    assert again.keys() == before.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
