@@ -41,6 +41,7 @@ def check_inputs(run: Run) -> Inputs:
     student = assets.resolve(run.model.path, run.model.drop_layers)
     architecture = Architecture.from_config(assets.read_config(student), f"model.path={run.model.path}")
     _check_lengths(run, architecture, f"model.path={run.model.path}")
+    _check_divisible(run, architecture, f"model.path={run.model.path}")
     if run.cluster.device is Device.cpu and architecture.head_dim not in CPU_HEAD_DIMS:
         raise ModelError(
             f"model.path={run.model.path} has head_dim={architecture.head_dim}; vLLM on CPU attends with "
@@ -68,6 +69,7 @@ def _check_teacher(run: Run, student: Path, architecture: Architecture) -> Path:
     folder = assets.resolve(run.teacher.model, key="teacher.model")
     teacher = Architecture.from_config(assets.read_config(folder), name)
     _check_lengths(run, teacher, name)
+    _check_divisible(run, teacher, name)
     try:
         tokenizers.check_same_tokens(student, folder)
     except ModelError as error:
@@ -79,6 +81,17 @@ def _check_teacher(run: Run, student: Path, architecture: Architecture) -> Path:
             "distill=fullvocab"
         )
     return folder
+
+
+def _check_divisible(run: Run, architecture: Architecture, name: str) -> None:
+    """Tensor-parallel ranks get the same share of every layer."""
+    ranks = run.train.tensor_parallel
+    for field, number in architecture.split_numbers.items():
+        if number % ranks:
+            raise ModelError(
+                f"{name} has {field}={number}, which train.tensor_parallel={ranks} doesn't divide; use a "
+                "train.tensor_parallel that does, e.g. 1"
+            )
 
 
 def _check_lengths(run: Run, architecture: Architecture, name: str) -> None:

@@ -67,6 +67,7 @@ def make_minibatches(sequences: Sequences, train: Train, data_parallel: int) -> 
         data_parallel=data_parallel,
         micro_batch_tokens=train.micro_batch_tokens,
         padding_free=train.padding_free,
+        pad_multiple=train.pad_multiple,
     )
     return (MiniBatch(plan=plan, weights=token_mean_weights(sequences)),)
 

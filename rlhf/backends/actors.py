@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from rlhf.backends.cluster import RayCluster, RayFuture, iterate, wait_for
+from rlhf.backends.cluster import Call, RayCluster, RayFuture, iterate, wait_for
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.backends.vllm.setup import EngineSetup
+from rlhf.roles.replicas import merge, split
 from rlhf.types import BatchPlan, Experience, Metrics, MiniBatch, Prompts, Rollouts, Sequences
 
 BUCKET_BYTES = 128 * 2**20
@@ -22,14 +24,35 @@ IN_FLIGHT = 2
 class TrainerActor:
     """A `MegatronTrainer` in a process of its own. Megatron is imported there, not in the driver."""
 
-    def __init__(self, setup: TrainerSetup) -> None:
+    def __init__(self, setup: TrainerSetup, rank: int) -> None:
         self.setup = setup
+        self.rank = rank
+        self.store: Any = None
 
-    def ready(self) -> None:
-        """Load the models. Not in `__init__`: an actor that fails there dies, and its reason is lost in Ray's words."""
+    def open_store(self) -> tuple[str, int]:
+        """On rank 0: the store through which the ranks find each other -> its host and port.
+
+        It is open from here on, so no other process can have taken the port when the others come.
+        """
+        from torch.distributed import TCPStore
+
+        host = ray.util.get_node_ip_address()
+        self.store = TCPStore(host, 0, self.setup.train.gpus, is_master=True, wait_for_workers=False)
+        return host, self.store.port
+
+    def ready(self, address: tuple[str, int] | None) -> None:
+        """Load the models. Not in `__init__`: an actor that fails there dies, and its reason is lost in Ray's words.
+
+        Args:
+            address: of rank 0's store; None for a single rank.
+        """
+        from torch.distributed import TCPStore
+
         from rlhf.backends.megatron.trainer import MegatronTrainer
 
-        self.trainer = MegatronTrainer(self.setup)
+        if address is not None and self.store is None:
+            self.store = TCPStore(*address, self.setup.train.gpus, is_master=False)
+        self.trainer = MegatronTrainer(self.setup, self.rank, self.store)
 
     def train(self, experience: Experience) -> Metrics:
         return self.trainer.train(experience)
@@ -43,6 +66,9 @@ class TrainerActor:
     @ray.method(num_returns="streaming", _generator_backpressure_num_objects=IN_FLIGHT)
     def buckets(self, dtype: str) -> Iterator[Any]:
         yield from self.trainer.buckets(dtype, BUCKET_BYTES)
+
+    def take_part_in_export(self) -> None:
+        self.trainer.take_part_in_export()
 
     def save(self, folder: Path) -> None:
         self.trainer.save(folder)
@@ -81,21 +107,33 @@ ENGINE_ENVIRONMENT = {
 }
 
 
+def names(role: str, kind: str, count: int) -> list[str]:
+    """What messages call the processes of a role: its name, with a number if there are several."""
+    return [role] if count == 1 else [f"{role} {kind} {number}" for number in range(count)]
+
+
 class RayTrainer:
     """Driver's handle on the trainer processes; implements `Trainer` and, for a colocated teacher, `Scorer`."""
 
-    def __init__(self, cluster: RayCluster, setup: TrainerSetup, share: float) -> None:
-        train = setup.train
-        self.data_parallel = train.gpus // train.tensor_parallel
+    def __init__(self, cluster: RayCluster, setup: TrainerSetup, bundles: Sequence[int], share: float) -> None:
+        """
+        Args:
+            bundles: of each rank.
+            share: of a bundle.
+        """
+        self.tensor_parallel = setup.train.tensor_parallel
+        self.data_parallel = setup.train.data_parallel
         self.version = 0
-        actor = cluster.actor(TrainerActor, bundle=0, share=share, environment={})
-        self.actors = [actor.remote(setup)]
-
-        self.starting = [actor.ready.remote() for actor in self.actors]
+        self.ranks = [
+            cluster.start(name, TrainerActor, setup, rank, bundle=bundle, share=share, environment={})
+            for rank, (name, bundle) in enumerate(zip(names("trainer", "rank", len(bundles)), bundles, strict=True))
+        ]
+        address = self.ranks[0].call("open_store").reference if len(self.ranks) > 1 else None
+        self.starting = [rank.call("ready", address) for rank in self.ranks]
 
     def ready(self, timeout_s: float) -> None:
         """Wait until the models are loaded."""
-        wait_for("trainer", self.starting, timeout_s)
+        wait_for(self.starting, timeout_s)
 
     def train(self, experience: Experience) -> RayFuture[Metrics]:
         self.version += len(experience.minibatches)
@@ -108,7 +146,10 @@ class RayTrainer:
         return self._all("evaluate", sequences, plan)
 
     def buckets(self, dtype: str) -> Iterator[Any]:
-        return iterate("trainer", self.actors[0].buckets.remote(dtype))
+        """Rank 0 makes them, with the help of the ranks that share its model."""
+        stream = self.ranks[0].call("buckets", dtype)
+        helpers = [rank.call("take_part_in_export") for rank in self.ranks[1 : self.tensor_parallel]]
+        return iterate(stream, helpers)
 
     def save(self, folder: Path) -> RayFuture[None]:
         return self._all("save", folder)
@@ -116,31 +157,45 @@ class RayTrainer:
     def _all(self, method: str, *args: Any) -> RayFuture[Any]:
         """Call every rank with the same arguments, stored once; rank 0 answers for all."""
         shared = [ray.put(arg) for arg in args]
-        references = [getattr(actor, method).remote(*shared) for actor in self.actors]
-        return RayFuture("trainer", references, lambda results: results[0])
+        calls = [rank.call(method, *shared) for rank in self.ranks]
+        return RayFuture(calls, lambda results: results[0])
 
 
 class RayEngine:
-    """Driver's handle on the engine process; implements `Engine`."""
+    """Driver's handle on the engine processes, one a replica; implements `Engine`."""
 
-    def __init__(self, cluster: RayCluster, setup: EngineSetup, share: float) -> None:
-        actor = cluster.actor(EngineActor, bundle=0, share=share, environment=ENGINE_ENVIRONMENT)
-        self.actor = actor.remote(setup)
-
-        self.starting = [self.actor.ready.remote()]
+    def __init__(self, cluster: RayCluster, setup: EngineSetup, bundles: Sequence[int], share: float) -> None:
+        """
+        Args:
+            bundles: of each replica.
+            share: of a bundle.
+        """
+        self.replicas = [
+            cluster.start(name, EngineActor, setup, bundle=bundle, share=share, environment=ENGINE_ENVIRONMENT)
+            for name, bundle in zip(names("engine", "replica", len(bundles)), bundles, strict=True)
+        ]
+        self.starting = self._all("ready")
 
     def ready(self, timeout_s: float) -> None:
         """Wait until vLLM runs."""
-        wait_for("engine", self.starting, timeout_s)
+        wait_for(self.starting, timeout_s)
 
     def update_weights(self, buckets: Iterable[Any]) -> RayFuture[int]:
-        loads = [self.actor.begin_update.remote()]
+        """Every replica gets every bucket."""
+        loads = [self._all("begin_update")]
         for bucket in buckets:
-            loads.append(self.actor.load.remote(bucket))
+            loads.append(self._all("load", bucket))
             if len(loads) > IN_FLIGHT:  # the object store holds a few buckets, not the model
-                wait_for("engine", [loads[-1 - IN_FLIGHT]])
-        return RayFuture("engine", [*loads, self.actor.finish_update.remote()], lambda results: results[-1])
+                wait_for(loads[-1 - IN_FLIGHT])
+        calls = [*itertools.chain(*loads), *self._all("finish_update")]
+        return RayFuture(calls, lambda results: results[-1])
 
     def generate(self, prompts: Prompts, version: int, greedy: bool = False) -> RayFuture[Rollouts]:
-        reference = self.actor.generate.remote(prompts, version, greedy)
-        return RayFuture("engine", [reference], lambda results: results[0])
+        """Each replica gets a share of the prompts."""
+        shares = split(prompts, len(self.replicas))
+        busy = zip(self.replicas, shares, strict=False)  # a single prompt needs a single replica
+        calls = [replica.call("generate", share, version, greedy) for replica, share in busy]
+        return RayFuture(calls, merge)
+
+    def _all(self, method: str, *args: Any) -> list[Call]:
+        return [replica.call(method, *args) for replica in self.replicas]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf.config.cluster import Cluster
@@ -27,72 +29,132 @@ SLOT = "slot"
 
 CONNECT_TIMEOUT_S = 10.0
 
+NOTICE_S = 5.0
+"""How long Ray may take to notice that a process ended. The others notice by a broken connection, which says less."""
+
+
+@dataclass(eq=False)
+class Process:
+    """One process of a role."""
+
+    name: str
+    """For messages: `trainer`, or `trainer rank 1` of several."""
+    actor: Any
+    peers: list[Process]
+    """All processes of the run, this one included."""
+
+    def call(self, method: str, *args: Any) -> Call:
+        return Call(self, getattr(self.actor, method).remote(*args))
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a process is doing, and the reference of what will come of it."""
+
+    process: Process
+    reference: Any
+
 
 @dataclass
 class RayFuture(Generic[T]):
-    """References of one role's call; `combine` makes one result of what the processes returned."""
+    """Calls that belong together; `combine` makes one result of theirs, in their order."""
 
-    role: str
-    references: list[Any]
+    calls: list[Call]
     combine: Callable[[list[Any]], T]
 
     def result(self) -> T:
-        return self.combine(wait_for(self.role, self.references))
+        return self.combine(wait_for(self.calls))
 
 
-def wait_for(role: str, references: list[Any], timeout_s: float | None = None) -> list[Any]:
-    """`ray.get` with the failures a user can do something about.
+def wait_for(calls: list[Call], timeout_s: float | None = None) -> list[Any]:
+    """The results of all calls, or the first failure: the others may wait for the failed one in a collective, for good.
 
     Raises:
-        RoleDied: the process behind a reference ended, or the one whose result it needed.
-        RlhfError: raised by the role itself, as it was.
-        RoleFailed: the role raised anything else.
+        RoleDied: a process ended.
+        RlhfError: raised by a role itself, as it was.
+        RoleFailed: a role raised anything else.
         ClusterError: not there within `timeout_s` seconds, or Ray itself failed.
     """
-    with plain_failures(role):
-        try:
-            return ray.get(references, timeout=timeout_s)
-        except GetTimeoutError:
-            raise ClusterError(
-                f"the {role} process was not ready within cluster.start_timeout_s={timeout_s:g} seconds"
-            ) from None
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    waiting = {call.reference: call.process for call in calls}
+    results = {}
+    while waiting:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(list(waiting), timeout=left)
+        if not ready:
+            name = next(iter(waiting.values())).name
+            raise ClusterError(f"the {name} process was not ready within cluster.start_timeout_s={timeout_s:g} seconds")
+        with plain_failures(waiting.pop(ready[0])):
+            results[ready[0]] = ray.get(ready[0])
+    return [results[call.reference] for call in calls]
 
 
-def iterate(role: str, generator: Any) -> Iterator[Any]:
-    """The references of a streaming call, with the same failures."""
-    references = iter(generator)
+def iterate(stream: Call, others: list[Call]) -> Iterator[Any]:
+    """The references of a streaming call, while other processes do their part; a failure of theirs ends the stream."""
     while True:
-        with plain_failures(role):
-            try:
-                reference = next(references)
-            except StopIteration:
-                return
-        yield reference
+        ready, _ = ray.wait([stream.reference, *(call.reference for call in others)], fetch_local=False)
+        done = [call for call in others if call.reference in ready]
+        wait_for(done)
+        others = [call for call in others if call not in done]
+        if stream.reference in ready:
+            with plain_failures(stream.process):
+                try:
+                    reference = next(stream.reference)
+                except StopIteration:
+                    break
+            yield reference
+    wait_for(others)
 
 
 @contextmanager
-def plain_failures(role: str) -> Iterator[None]:
-    """Ray's exceptions -> ours; see `wait_for`."""
+def plain_failures(process: Process) -> Iterator[None]:
+    """Ray's exceptions of a call of `process` -> ours; see `wait_for`."""
     try:
         yield
-    except RayActorError as error:
-        raise RoleDied(f"the {role} process ended unexpectedly: {last_words(error)}") from error
-    except RayTaskError as error:
-        if isinstance(error.cause, RlhfError):
-            raise error.cause from None
-        if isinstance(error.cause, RayActorError):  # what it was waiting for: weights, from the other role
-            raise RoleDied(
-                f"a process that the {role} waits for ended unexpectedly: {last_words(error.cause)}"
-            ) from error
-        raise RoleFailed(f"the {role} failed with {type(error.cause).__name__}: {last_words(error.cause)}") from error
     except RayError as error:
-        raise ClusterError(f"Ray failed while the {role} was at work: {last_words(error)}") from error
+        reason: Any = error
+        while isinstance(reason, RayTaskError):  # also of the call whose result this one needed
+            reason = reason.cause
+        if isinstance(reason, RlhfError):
+            raise reason from None
+        for died, words in ended(process.peers):
+            raise RoleDied(f"the {died.name} process ended unexpectedly: {words}") from error
+        if isinstance(reason, RayError):
+            raise ClusterError(f"Ray failed while the {process.name} was at work: {last_words(reason)}") from error
+        raise RoleFailed(f"the {process.name} failed with {type(reason).__name__}: {last_words(reason)}") from error
+
+
+def ended(processes: list[Process]) -> Iterator[tuple[Process, str]]:
+    """Those that are no more, and Ray's words about it, as they are noticed within `NOTICE_S`.
+
+    A process that ends takes others with it: whoever shares a collective with it fails, too, and often sooner.
+    """
+    deadline = time.monotonic() + NOTICE_S
+    waiting = {process.actor.__ray_ready__.remote(): process for process in processes}
+    while waiting:
+        ready, _ = ray.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:  # the rest are at work
+            return
+        process = waiting.pop(ready[0])
+        try:
+            ray.get(ready[0])
+        except RayActorError as error:
+            yield process, last_words(error)
 
 
 def last_words(error: BaseException | None) -> str:
     """One line of at most 300 characters: the end, where Ray and most libraries put the reason."""
     text = one_line(error)
     return text if len(text) <= 300 else f"... {text[-300:]}"
+
+
+def threads_each(nodes: list[str], cores: int) -> int:
+    """CPU threads of each process: devices of a node share its cores, roles on one device take turns.
+
+    Args:
+        nodes: the node of each device.
+    """
+    return max(1, cores // max(Counter(nodes).values()))
 
 
 class RayCluster:
@@ -102,11 +164,7 @@ class RayCluster:
         self.spec = spec
         self.started = False
         self.group: PlacementGroup | None = None
-        self.threads = spec.threads or len(os.sched_getaffinity(0))
-        self.environment = {
-            "OMP_NUM_THREADS": str(self.threads),
-            "CUDA_VISIBLE_DEVICES": "",  # device=cpu holds on a machine with GPUs, too
-        }
+        self.processes: list[Process] = []
         try:
             if not ray.is_initialized():
                 self.started = True
@@ -115,6 +173,13 @@ class RayCluster:
         except BaseException:
             self.close()
             raise
+        node_of = placement_group_table(self.group)["bundles_to_node_id"]
+        self.nodes: list[str] = [node_of[bundle] for bundle in range(bundles)]
+        """The node of each bundle."""
+        self.environment = {
+            "OMP_NUM_THREADS": str(spec.threads or threads_each(self.nodes, len(os.sched_getaffinity(0)))),
+            "CUDA_VISIBLE_DEVICES": "",  # device=cpu holds on a machine with GPUs, too
+        }
 
     def _start(self, bundles: int) -> None:
         own_cluster: dict[str, Any] = {
@@ -135,7 +200,7 @@ class RayCluster:
                 configure_logging=True,
                 **({} if self.spec.address else own_cluster),
             )
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray also raises plain ones, e.g. when a machine is too busy to start it
             if self.spec.address is None:
                 raise ClusterError(
                     f"Ray could not be started here: {last_words(error)}; its files go to {temporary_folder()}, choose "
@@ -164,14 +229,19 @@ class RayCluster:
             )
         return group
 
-    def actor(self, cls: type, bundle: int, share: float, environment: dict[str, str]) -> Any:
-        """`cls` as a Ray actor class bound to a share of one device; call `.remote(...)` on it."""
-        return ray.remote(cls).options(
+    def start(
+        self, name: str, cls: type, *args: Any, bundle: int, share: float, environment: dict[str, str]
+    ) -> Process:
+        """`cls(*args)` as a Ray actor with a share of one device."""
+        actor = ray.remote(cls).options(
             num_cpus=0,
             resources={SLOT: share},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
             runtime_env={"env_vars": {**self.environment, **environment}},
         )
+        process = Process(name, actor.remote(*args), self.processes)
+        self.processes.append(process)
+        return process
 
     def close(self) -> None:
         """Give the devices back; end Ray if this run started it."""

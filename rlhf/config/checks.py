@@ -40,6 +40,12 @@ def check(run: Run) -> None:
         f"placement=colocate shares one set of devices: train.gpus={run.train.gpus} and "
         f"rollout.gpus={run.rollout.gpus} must be equal",
     )
+    require(
+        run.eval.samples == 0 or run.eval.samples >= run.train.data_parallel,
+        f"eval.samples={run.eval.samples} can't feed the {run.train.data_parallel} copies of the model that "
+        f"train.gpus={run.train.gpus} train.tensor_parallel={run.train.tensor_parallel} make; use "
+        f"eval.samples={run.train.data_parallel} or more, or eval.samples=0",
+    )
     if run.eval.samples == 0 and isinstance(run.data, FileData | HubData):
         why = "with eval.samples=0 (no evaluation)"
         refuse_unused(run.data, "data", ("eval_path", "eval_split"), why, "use eval.samples=16")
@@ -48,14 +54,14 @@ def check(run: Run) -> None:
         f"train.warmup_steps={run.train.warmup_steps} and train.decay_steps={run.train.decay_steps} don't fit "
         f"run.steps={run.run.steps}; lower them",
     )
-    longest = run.data.max_length + run.rollout.max_new_tokens
+    longest = run.train.padded(run.data.max_length + run.rollout.max_new_tokens)
     require(
         run.train.micro_batch_tokens >= longest,
         f"train.micro_batch_tokens={run.train.micro_batch_tokens} can't hold one sample of data.max_length="
         f"{run.data.max_length} + rollout.max_new_tokens={run.rollout.max_new_tokens} tokens; use at least {longest}",
     )
     if run.eval.samples > 0 and run.eval.responses is EvalResponses.dataset:
-        longest = run.data.max_length + run.eval.max_response_tokens
+        longest = run.train.padded(run.data.max_length + run.eval.max_response_tokens)
         require(
             run.train.micro_batch_tokens >= longest,
             f"train.micro_batch_tokens={run.train.micro_batch_tokens} can't hold one held-out sample of "

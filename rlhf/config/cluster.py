@@ -27,7 +27,7 @@ class Cluster:
     address: str | None = None
     """HOST:PORT of a running Ray cluster, or `auto` on one of its nodes; null starts one on this machine."""
     threads: int | None = None
-    """CPU threads of each process; null: as many as the machine has."""
+    """CPU threads of each process; null: the machine's, shared by the devices on it."""
     object_store_gb: float = 2.0
     """Shared memory of a Ray started here, in GiB; weights pass through it."""
     start_timeout_s: float = 300.0

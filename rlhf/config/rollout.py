@@ -53,8 +53,11 @@ class VllmRollout:
             self.gpus % self.tensor_parallel == 0,
             f"rollout.gpus={self.gpus} must be divisible by rollout.tensor_parallel={self.tensor_parallel}",
         )
-        if self.gpus > 1:
-            raise not_yet(f"rollout.gpus={self.gpus}", "rollout.gpus=1 rollout.tensor_parallel=1")
+        if self.tensor_parallel > 1:
+            raise not_yet(
+                f"rollout.tensor_parallel={self.tensor_parallel}",
+                f"rollout.tensor_parallel=1, which makes rollout.gpus={self.gpus} as many replicas",
+            )
         if self.temperature == 0 or self.top_p < 1 or self.top_k > 0:
             why = "when the sampler's distribution is cut or greedy: its log-probabilities aren't the model's"
             refuse_unused(self, "rollout", ("logprob_gap_warning",), why, "use rollout.top_p=1 rollout.top_k=0")

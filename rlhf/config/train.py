@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rlhf.config.base import (
-    not_yet,
     refuse_unused,
     require,
     require_at_least,
     require_below,
     require_between,
     require_positive,
-    written,
 )
 
 
@@ -47,8 +45,11 @@ class Train:
     """Devices, one trainer process each. On CPU a device is one process."""
     tensor_parallel: int = 1
     """Devices that share one copy of the model."""
-    sequence_parallel: bool = False
-    """Shard activations between tensor-parallel devices along the sequence."""
+    sequence_parallel: bool | None = None
+    """Shard activations between tensor-parallel devices along the sequence, too; needed by padding_free with
+    tensor_parallel > 1. null: there it is on, else off."""
+    distributed_optimizer: bool = False
+    """Shard optimizer states and gradient sums over data-parallel devices (ZeRO-1); same result."""
     dtype: DType = DType.float32
     """float32 | bfloat16: student and colocated teacher."""
     global_batch_samples: int = 16
@@ -106,9 +107,46 @@ class Train:
             self.gpus % self.tensor_parallel == 0,
             f"train.gpus={self.gpus} must be divisible by train.tensor_parallel={self.tensor_parallel}",
         )
-        if self.gpus > 1 or self.tensor_parallel > 1 or self.sequence_parallel:
-            raise not_yet(
-                f"train.gpus={self.gpus} train.tensor_parallel={self.tensor_parallel} "
-                f"train.sequence_parallel={written(self.sequence_parallel)}",
-                "train.gpus=1 train.tensor_parallel=1 train.sequence_parallel=false",
-            )
+        require(
+            not (self.sequence_parallel and self.tensor_parallel == 1),
+            "train.sequence_parallel=true has no effect with train.tensor_parallel=1: no devices share a sequence; use "
+            "train.tensor_parallel=2 with train.gpus=2, or train.sequence_parallel=null",
+        )
+        require(
+            not (self.sequence_parallel is False and self.padding_free and self.tensor_parallel > 1),
+            f"train.padding_free=true with train.tensor_parallel={self.tensor_parallel} needs sequence parallelism; "
+            "use train.sequence_parallel=true (or null), or train.padding_free=false",
+        )
+        require(
+            not (self.distributed_optimizer and self.data_parallel == 1),
+            f"train.distributed_optimizer=true has no effect with train.gpus={self.gpus} train.tensor_parallel="
+            f"{self.tensor_parallel}: one copy of the model has no other to share with; use "
+            f"train.gpus={2 * self.tensor_parallel} or more, or train.distributed_optimizer=false",
+        )
+        require(
+            self.global_batch_samples >= self.data_parallel,
+            f"train.global_batch_samples={self.global_batch_samples} can't feed the {self.data_parallel} copies of the "
+            f"model that train.gpus={self.gpus} train.tensor_parallel={self.tensor_parallel} make; use "
+            f"train.global_batch_samples={self.data_parallel} or more",
+        )
+
+    @property
+    def data_parallel(self) -> int:
+        """Copies of the model, which share a batch."""
+        return self.gpus // self.tensor_parallel
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        """What `sequence_parallel` means."""
+        if self.sequence_parallel is None:
+            return self.tensor_parallel > 1 and self.padding_free
+        return self.sequence_parallel
+
+    @property
+    def pad_multiple(self) -> int:
+        """Lengths are rounded up to this, so that each device gets as much of a sequence."""
+        return self.tensor_parallel if self.uses_sequence_parallel else 1
+
+    def padded(self, length: int) -> int:
+        """`length` rounded up."""
+        return -(-length // self.pad_multiple) * self.pad_multiple

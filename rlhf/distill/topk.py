@@ -45,11 +45,12 @@ class TopKDistill:
         return TopKScores.concat([self._score(teacher_head.select(slice(at, at + CHUNK_ROWS))) for at in starts])
 
     def _score(self, teacher_head: VocabHead) -> TopKScores:
-        every_logprob = log_probs(teacher_head.logits())
-        logprobs, ids = every_logprob.topk(self.k, dim=-1)
+        shard = teacher_head.shard
+        every_logprob = log_probs(teacher_head.logits(), shard=shard)
+        logprobs, ids = shard.topk(every_logprob, self.k)
         log_normaliser = None
         if self.temperature != 1:
-            log_normaliser = (every_logprob / self.temperature).logsumexp(-1).float()
+            log_normaliser = shard.logsumexp(every_logprob / self.temperature).float()
         return TopKScores(ids.int(), logprobs.float(), log_normaliser)
 
     def divergence(

@@ -7,6 +7,9 @@
 Layers, from the inside out: `generalised_jsd` on log-probabilities; `topk_rows` and `full_rows` on dense logits;
 `topk_divergence`, `full_divergence` and `forward_and_reverse_kl` on heads, a chunk of rows at a time.
 
+Under tensor parallelism a rank has the logits of its own tokens only: a `Shard` says which, and sums, maxima and
+look-ups over the vocabulary go through it. Losses and statistics are then the same on every rank.
+
 Arithmetic is fp32 (float64 stays float64). Minus infinity is replaced before any arithmetic, never met as `0 * inf`.
 """
 
@@ -23,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf.config.distill import Tail
 from rlhf.errors import ConfigError, MisalignedScores
-from rlhf.losses.heads import VocabHead, at_least_float32
+from rlhf.losses.heads import VocabHead, at_least_float32, shared_shard
 from rlhf.losses.rows import RowLosses, TopKScores
+from rlhf.losses.shard import Shard
 
 CHUNK_ROWS = 512
 """Rows projected at a time: one fp32 copy of 512 x 151,936 logits is 311 MB, and a chunk holds about five."""
@@ -47,16 +51,19 @@ Result = TypeVar("Result")
 # ---- on log-probabilities
 
 
-def log_probs(logits: Float[Tensor, "rows V"], temperature: float = 1.0) -> Float[Tensor, "rows V"]:
-    """log softmax(logits / temperature).
+def log_probs(
+    logits: Float[Tensor, "rows n"], temperature: float = 1.0, shard: Shard | None = None
+) -> Float[Tensor, "rows n"]:
+    """log softmax(logits / temperature), of the columns given; over the whole vocabulary if they are a `shard` of it.
 
     Not `torch.log_softmax`: on the CPU it adds exp(logit - max) one by one in fp32, and beside a likely token 150,000
     others round away (log-probabilities wrong by 1e-4). `logsumexp` adds in pairs.
     """
+    shard = shard or Shard(logits.shape[1])
     scaled = logits if temperature == 1 else logits / temperature
     # The maximum first: at logits around 200 the normaliser alone would round to 1e-5.
-    shifted = scaled - scaled.detach().amax(-1, keepdim=True)
-    return shifted - shifted.logsumexp(-1, keepdim=True)
+    shifted = scaled - shard.max(scaled)
+    return shifted - shard.spread(shard.logsumexp(shifted))[:, None]
 
 
 def generalised_jsd(
@@ -107,9 +114,14 @@ def _kl(p: Float[Tensor, "rows n"], q: Float[Tensor, "rows n"], normalised: bool
 
 
 def topk_rows(
-    logits: Float[Tensor, "rows V"], teacher: TopKScores, beta: float, temperature: float, tail: Tail
+    logits: Float[Tensor, "rows n"],
+    teacher: TopKScores,
+    beta: float,
+    temperature: float,
+    tail: Tail,
+    shard: Shard | None = None,
 ) -> Float[Tensor, " rows"]:
-    """The divergence over the teacher's top k, a row.
+    """The divergence over the teacher's top k, a row. Without `shard` the logits are those of the whole vocabulary.
 
     The mass outside the k tokens:
 
@@ -126,29 +138,30 @@ def topk_rows(
     Raises:
         ConfigError: bucket or drop at another temperature than 1, and the teacher gave no log_normaliser.
     """
-    vocabulary = logits.shape[1]
-    ids, valid, alive = _slots(teacher, vocabulary)
+    shard = shard or Shard(logits.shape[1])
+    ids, valid, alive = _slots(teacher, shard.vocabulary)
     # With every token at hand an impossible one is an outcome like the others, as in `full_rows`.
-    kept = valid if ids.shape[1] == vocabulary else alive
+    kept = valid if ids.shape[1] == shard.vocabulary else alive
 
     if tail is Tail.renormalise:
         # The lowest finite number, not -inf: a row with nothing left is then uniform on both sides instead of NaN.
         lowest = torch.finfo(logits.dtype).min
-        student = (logits.gather(1, ids) / temperature).clamp(min=lowest).masked_fill(~kept, lowest)
+        student = (shard.at(logits, ids) / temperature).clamp(min=lowest).masked_fill(~kept, lowest)
         raw_teacher = teacher.logprobs.to(logits.dtype) / temperature
         raw_teacher = raw_teacher.clamp(min=lowest).masked_fill(~kept, lowest)
         return generalised_jsd(log_probs(student), log_probs(raw_teacher), beta)
 
-    every_student_logprob = log_probs(logits, temperature)
-    student = every_student_logprob.gather(1, ids).masked_fill(~kept, 2 * LOG_ZERO)
+    every_student_logprob = log_probs(logits, temperature, shard)
+    student = shard.at(every_student_logprob, ids).masked_fill(~kept, 2 * LOG_ZERO)
     teacher_logprobs = _teacher_logprobs(teacher, temperature, tail).to(logits.dtype).masked_fill(~alive, 2 * LOG_ZERO)
     if tail is Tail.drop:
         return generalised_jsd(student, teacher_logprobs, beta, normalised=False)
-    if ids.shape[1] == vocabulary:
+    if ids.shape[1] == shard.vocabulary:
         return generalised_jsd(student, teacher_logprobs, beta)
 
     # By logsumexp over the complement: once the student is peaked, 1 - sum(p) would be nothing but rounding.
-    student_tail = every_student_logprob.masked_fill(_inside(ids, alive, vocabulary), 2 * LOG_ZERO).logsumexp(-1)
+    inside = shard.contains(ids, alive, logits.shape[1])
+    student_tail = shard.logsumexp(every_student_logprob.masked_fill(inside, 2 * LOG_ZERO))
     teacher_tail = -torch.expm1(teacher_logprobs.logsumexp(-1).clamp(max=0.0))
     missing = (TAIL_FLOOR - teacher_tail).clamp(min=0.0)
     student_tail = torch.logaddexp(student_tail, missing.log().clamp(min=2 * LOG_ZERO))
@@ -161,12 +174,21 @@ def topk_rows(
 
 
 def full_rows(
-    logits: Float[Tensor, "rows V"], teacher_logits: Float[Tensor, "rows W"], beta: float, temperature: float
+    logits: Float[Tensor, "rows n"],
+    teacher_logits: Float[Tensor, "rows m"],
+    beta: float,
+    temperature: float,
+    shard: Shard | None = None,
 ) -> Float[Tensor, " rows"]:
-    """The divergence over the whole vocabulary, a row; of two padded vocabularies, over the part that both have."""
-    shared = min(logits.shape[1], teacher_logits.shape[1])
-    student = log_probs(logits[:, :shared], temperature)
-    return generalised_jsd(student, log_probs(teacher_logits[:, :shared], temperature), beta)
+    """The divergence over the whole vocabulary, a row; of two padded vocabularies, over the part that both have.
+
+    Args:
+        shard: the part of the shared vocabulary that the columns of both are; None: the columns are all of it.
+    """
+    shard = shard or Shard(min(logits.shape[1], teacher_logits.shape[1]))
+    student = log_probs(shard.restrict(logits), temperature, shard)
+    teacher = log_probs(shard.restrict(teacher_logits), temperature, shard)
+    return shard.add(generalised_jsd(student, teacher, beta))
 
 
 def _slots(
@@ -176,12 +198,6 @@ def _slots(
     ids = teacher.ids.long()
     valid = (ids >= 0) & (ids < vocabulary)
     return ids.masked_fill(~valid, 0), valid, valid & (teacher.logprobs > LOG_ZERO)
-
-
-def _inside(ids: Int[Tensor, "rows k"], alive: Bool[Tensor, "rows k"], vocabulary: int) -> Bool[Tensor, "rows V"]:
-    """Which tokens are in the teacher's top k. Added up, as an unused slot may hold the id of a used one."""
-    counts = torch.zeros(ids.shape[0], vocabulary, dtype=torch.uint8, device=ids.device)
-    return counts.scatter_add_(1, ids, alive.to(torch.uint8)).bool()
 
 
 def _teacher_logprobs(teacher: TopKScores, temperature: float, tail: Tail) -> Float[Tensor, "rows k"]:
@@ -202,25 +218,26 @@ def _teacher_logprobs(teacher: TopKScores, temperature: float, tail: Tail) -> Fl
 @torch.no_grad()
 def _measured(
     loss: Float[Tensor, " rows"],
-    logits: Float[Tensor, "rows V"],
+    logits: Float[Tensor, "rows n"],
     teacher: TopKScores | None,
     targets: Int[Tensor, " rows"] | None,
     sampler_temperature: float,
+    shard: Shard,
 ) -> RowLosses:
     """The loss with the statistics of the same logits, so that the head is applied once."""
-    logprobs = log_probs(logits)
-    entropy = -(logprobs.exp() * logprobs.clamp(min=LOG_ZERO)).sum(-1)
+    logprobs = log_probs(logits, shard=shard)
+    entropy = -shard.add((logprobs.exp() * logprobs.clamp(min=LOG_ZERO)).sum(-1))
     teacher_mass = student_mass = torch.ones_like(entropy)
     if teacher is not None:
-        ids, _, alive = _slots(teacher, logits.shape[1])
+        ids, _, alive = _slots(teacher, shard.vocabulary)
         # Rounding can lift a sum of k probabilities just above 1.
         teacher_mass = teacher.logprobs.to(logits.dtype).exp().masked_fill(~alive, 0.0).sum(-1).clamp(max=1.0)
-        student_mass = logprobs.gather(1, ids).exp().masked_fill(~alive, 0.0).sum(-1).clamp(max=1.0)
+        student_mass = shard.at(logprobs, ids).exp().masked_fill(~alive, 0.0).sum(-1).clamp(max=1.0)
     logprob = None
     if targets is not None:
         # Greedy sampling has no distribution; its log-probs are reported at temperature 1, as the engine does.
-        at = logprobs if sampler_temperature in (0, 1) else log_probs(logits, sampler_temperature)
-        logprob = at.gather(1, targets.long()[:, None])[:, 0]
+        at = logprobs if sampler_temperature in (0, 1) else log_probs(logits, sampler_temperature, shard)
+        logprob = shard.at(at, targets.long()[:, None])[:, 0]
     return RowLosses(loss, entropy, teacher_mass, student_mass, logprob)
 
 
@@ -252,8 +269,8 @@ def topk_divergence(
 
     def chunk(rows: slice) -> RowLosses:
         logits, scores = student.select(rows).logits(), teacher[rows]
-        loss = topk_rows(logits, scores, beta, temperature, tail)
-        return _measured(loss, logits, scores, _rows_of(targets, rows), sampler_temperature)
+        loss = topk_rows(logits, scores, beta, temperature, tail, student.shard)
+        return _measured(loss, logits, scores, _rows_of(targets, rows), sampler_temperature, student.shard)
 
     return RowLosses.concat(_in_chunks(chunk, len(student), chunk_rows))
 
@@ -272,13 +289,14 @@ def full_divergence(
     Arguments and errors are those of `topk_divergence`.
     """
     _require_rows(student, len(teacher))
+    shared = shared_shard(student, teacher)
 
     def chunk(rows: slice) -> RowLosses:
         logits = student.select(rows).logits()
         with torch.no_grad():
             teacher_logits = teacher.select(rows).logits()
-        loss = full_rows(logits, teacher_logits, beta, temperature)
-        return _measured(loss, logits, None, _rows_of(targets, rows), sampler_temperature)
+        loss = full_rows(logits, teacher_logits, beta, temperature, shared)
+        return _measured(loss, logits, None, _rows_of(targets, rows), sampler_temperature, student.shard)
 
     return RowLosses.concat(_in_chunks(chunk, len(student), chunk_rows))
 
@@ -293,10 +311,12 @@ def forward_and_reverse_kl(
         MisalignedScores: the heads have different numbers of rows.
     """
     _require_rows(student, len(teacher))
+    shared = shared_shard(student, teacher)
 
     def chunk(rows: slice) -> tuple[Tensor, Tensor]:
         logits, teacher_logits = student.select(rows).logits(), teacher.select(rows).logits()
-        return full_rows(logits, teacher_logits, 0.0, 1.0), full_rows(logits, teacher_logits, 1.0, 1.0)
+        forward = full_rows(logits, teacher_logits, 0.0, 1.0, shared)
+        return forward, full_rows(logits, teacher_logits, 1.0, 1.0, shared)
 
     forward, reverse = zip(*_in_chunks(chunk, len(student), chunk_rows), strict=True)
     return torch.cat(forward), torch.cat(reverse)

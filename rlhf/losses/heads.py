@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlhf.errors import ConfigError, ModelError
+from rlhf.errors import ModelError
+from rlhf.losses.shard import Shard
 
 
 def at_least_float32(values: Float[Tensor, "rows n"]) -> Float[Tensor, "rows n"]:
@@ -39,7 +40,8 @@ class VocabHead:
     softcap: float | None = None
     """Logits become `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2)."""
     tp_group: Any | None = None
-    """The ranks that share the vocabulary. Only one rank today."""
+    """The ranks that share the vocabulary, each with as many rows of the weight; all of them have the same hidden rows.
+    The hidden rows' gradient is summed over them."""
     vocab_size: int | None = None
     """The true vocabulary: rows of the weight from here on are padding and get no probability. None: no padding."""
 
@@ -57,39 +59,50 @@ class VocabHead:
         """The same head over some of the rows."""
         return replace(self, hidden=self.hidden[rows])
 
-    def logits(self) -> Float[Tensor, "rows V"]:
-        """The dense reference: fp32 logits (float64 of a float64 head) over the true vocabulary.
+    @property
+    def shard(self) -> Shard:
+        """Which tokens the columns of `logits` are."""
+        if _ranks(self.tp_group) == 1:
+            return Shard(self.vocabulary)
+        assert self.tp_group is not None
+        return Shard(self.vocabulary, self.tp_group.rank() * self.weight.shape[0], self.tp_group)
+
+    def logits(self) -> Float[Tensor, "rows n"]:
+        """The dense reference: fp32 logits (float64 of a float64 head) over this rank's tokens, see `shard`.
 
         The matmul runs in the weight's dtype; everything after it in fp32.
 
         Raises:
-            ConfigError: the head is split over several ranks.
             ModelError: the weight has fewer rows than the vocabulary.
         """
-        if _ranks(self.tp_group) > 1:
-            raise ConfigError(
-                f"train.tensor_parallel={_ranks(self.tp_group)}: the vocabulary-parallel form of the losses is not "
-                "available yet; write train.tensor_parallel=1"
-            )
-        if self.vocabulary > self.weight.shape[0]:
+        rows = self.weight.shape[0] * _ranks(self.tp_group)
+        if self.vocabulary > rows:
             raise ModelError(
-                f"the vocabulary has {self.vocabulary} tokens but the LM head only {self.weight.shape[0]} rows; "
+                f"the vocabulary has {self.vocabulary} tokens but the LM head only {rows} rows; "
                 "check that tokenizer and checkpoint belong together"
             )
-        weight = self.weight[: self.vocabulary]
-        bias = None if self.bias is None else self.bias[: self.vocabulary].to(weight.dtype)
-        logits = at_least_float32(torch.nn.functional.linear(self.hidden.to(weight.dtype), weight, bias))
+        shard = self.shard
+        held = self.weight.shape[0] if shard.group is not None else self.vocabulary
+        weight = self.weight[:held]
+        bias = None if self.bias is None else self.bias[:held].to(weight.dtype)
+        hidden = shard.spread(self.hidden).to(weight.dtype)
+        logits = at_least_float32(torch.nn.functional.linear(hidden, weight, bias))
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits
+        return shard.restrict(logits)
 
 
-def shared_vocabulary(student: VocabHead, teacher: VocabHead) -> tuple[VocabHead, VocabHead]:
-    """Both heads over the tokens that both have: 151,936 and 152,064 rows of one tokenizer become 151,936 each."""
-    shared = min(student.vocabulary, teacher.vocabulary)
-    return replace(student, vocab_size=shared), replace(teacher, vocab_size=shared)
+def shared_shard(student: VocabHead, teacher: VocabHead) -> Shard:
+    """The tokens that both have: 151,936 and 152,064 rows of one tokenizer share 151,936.
+
+    Split over ranks, both heads must be padded to the same number of rows, so that a column is one token in both.
+    """
+    a, b = student.shard, teacher.shard
+    assert a.group is b.group, "both heads are split over the same ranks"
+    assert a.group is None or student.weight.shape[0] == teacher.weight.shape[0], "both heads are padded alike"
+    return replace(a, vocabulary=min(a.vocabulary, b.vocabulary))
 
 
 def _ranks(tp_group: Any | None) -> int:

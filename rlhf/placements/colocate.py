@@ -10,6 +10,8 @@ from rlhf.backends.cluster import RayCluster
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.backends.vllm.setup import EngineSetup
 from rlhf.config.run import Run
+from rlhf.config.train import Train
+from rlhf.placements.layout import by_node, plan_layout
 from rlhf.preflight import Inputs
 
 SHARE = 0.5
@@ -38,11 +40,14 @@ def start(run: Run, inputs: Inputs, objective: Objective) -> Roles:
         ClusterError: too few devices, or no answer in time.
         RoleDied: a process ended while starting.
     """
-    cluster = RayCluster(run.cluster, bundles=run.train.gpus)
+    layout = plan_layout(run.train.gpus, run.rollout.gpus, run.rollout.tensor_parallel)
+    cluster = RayCluster(run.cluster, bundles=layout.devices)
     try:
+        bundle_of = by_node(cluster.nodes, (run.train.tensor_parallel, run.rollout.tensor_parallel))
         trainer = RayTrainer(
             cluster,
             TrainerSetup(inputs.student, inputs.teacher, run.train, objective, run.run.steps, run.run.seed),
+            bundles=[bundle_of[device] for device in layout.trainer],
             share=SHARE,
         )
         engine = RayEngine(
@@ -54,6 +59,7 @@ def start(run: Run, inputs: Inputs, objective: Objective) -> Roles:
                 stop_token_ids=inputs.stop_token_ids,
                 seed=run.run.seed,
             ),
+            bundles=[bundle_of[devices[0]] for devices in layout.replicas],
             share=SHARE,
         )
         trainer.ready(run.cluster.start_timeout_s)
@@ -63,9 +69,20 @@ def start(run: Run, inputs: Inputs, objective: Objective) -> Roles:
         raise
     devices = f"{run.train.gpus} x {run.cluster.device.value}"
     described = [
-        f"trainer: {devices}, Megatron-core, {run.train.dtype.value}, student {run.model.path}"
+        f"trainer: {devices}{shared_by(run.train)}, Megatron-core, {run.train.dtype.value}, student {run.model.path}"
         + (f" without {len(run.model.drop_layers)} layers" if run.model.drop_layers else ""),
         f"teacher: {run.teacher.model}, in the trainer's processes",
         f"engine: the same {devices}, vLLM, {run.rollout.dtype.value}",
     ]
     return Roles(trainer, trainer, engine, cluster, described)
+
+
+def shared_by(train: Train) -> str:
+    """How several devices share the training; empty for one."""
+    if train.gpus == 1:
+        return ""
+    parts = [f"tensor parallel {train.tensor_parallel}"] if train.tensor_parallel > 1 else []
+    parts += ["sequence parallel"] if train.uses_sequence_parallel else []
+    parts += [f"data parallel {train.data_parallel}"] if train.data_parallel > 1 else []
+    parts += ["distributed optimizer"] if train.distributed_optimizer else []
+    return f" ({', '.join(parts)})"

@@ -54,6 +54,7 @@ class Evaluator:
             data_parallel=self.trainer.data_parallel,
             micro_batch_tokens=self.train.micro_batch_tokens,
             padding_free=self.train.padding_free,
+            pad_multiple=self.train.pad_multiple,
         )
         self.results[step] = self.trainer.evaluate(sequences, plan).result()
         self.report(step, {**self.results[step], "time/eval": time.perf_counter() - started})

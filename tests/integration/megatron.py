@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf.algos.gkd import GKDObjective
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.batching import plan_batch, token_mean_weights
 from rlhf.config.distill import Tail
 from rlhf.config.train import Train
+from rlhf.distill.fullvocab import FullVocabDistill
 from rlhf.distill.topk import TopKDistill
 from rlhf.types import Experience, MiniBatch, Sequences, offsets_of
 
@@ -27,12 +30,55 @@ def random_sequences(vocab: int, lengths: list[tuple[int, int]], seed: int = 0) 
     )
 
 
+def save_tiny_model(folder: Path, family: str, seed: int = 1, **shape: object) -> Path:
+    """Write a random Hugging Face folder of a model type (qwen2, qwen3, ...); `shape` overrides its configuration."""
+    torch.manual_seed(seed)
+    tiny: dict[str, object] = dict(
+        vocab_size=250,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    if family == "qwen3":
+        tiny["head_dim"] = 32
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **tiny | shape))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):  # away from ones and zeros, so that a lost one shows
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def leave_groups() -> None:
+    """Make room for another trainer in this process."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def experience_of(
-    sequences: Sequences, *, micro_batch_tokens: int = 4096, padding_free: bool = True, step: int = 1
+    sequences: Sequences,
+    *,
+    micro_batch_tokens: int = 4096,
+    padding_free: bool = True,
+    step: int = 1,
+    data_parallel: int = 1,
+    pad_multiple: int = 1,
 ) -> Experience:
     """One optimizer step on these sequences."""
     plan = plan_batch(
-        sequences.lengths, data_parallel=1, micro_batch_tokens=micro_batch_tokens, padding_free=padding_free
+        sequences.lengths,
+        data_parallel=data_parallel,
+        micro_batch_tokens=micro_batch_tokens,
+        padding_free=padding_free,
+        pad_multiple=pad_multiple,
     )
     return Experience(
         step=step,
@@ -42,8 +88,10 @@ def experience_of(
     )
 
 
-def objective(k: int = 8, beta: float = 0.5, tail: Tail = Tail.bucket) -> GKDObjective:
-    return GKDObjective(beta=beta, distill=TopKDistill(k=k, tail=tail, temperature=1.0), sampler_temperature=1.0)
+def objective(k: int | None = 8, beta: float = 0.5, tail: Tail = Tail.bucket) -> GKDObjective:
+    """`k`: the teacher's top k; None: its whole vocabulary."""
+    distill = FullVocabDistill(1.0) if k is None else TopKDistill(k=k, tail=tail, temperature=1.0)
+    return GKDObjective(beta=beta, distill=distill, sampler_temperature=1.0)
 
 
 def trainer_setup(

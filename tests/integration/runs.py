@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -17,10 +18,10 @@ from tests.unit.tiny import save_tiny_llama
 COMMAND = [sys.executable, "-m", "rlhf.launch"]
 
 
-def tiny_world(folder: Path) -> list[str]:
+def tiny_world(folder: Path, kv_heads: int = 1) -> list[str]:
     """A tiny student, a tiny teacher and rows of both kinds -> the overrides that use them."""
-    student = save_tiny_llama(folder / "student", tied=True, layers=2, heads=2, kv_heads=1, seed=1)
-    teacher = save_tiny_llama(folder / "teacher", layers=2, heads=2, kv_heads=1, seed=2)
+    student = save_tiny_llama(folder / "student", tied=True, layers=2, heads=2, kv_heads=kv_heads, seed=1)
+    teacher = save_tiny_llama(folder / "teacher", layers=2, heads=2, kv_heads=kv_heads, seed=2)
     rows: list[object] = [{"prompt": f"what is {i} apples and {i} pears"} for i in range(20)]
     rows += [
         {
@@ -93,9 +94,22 @@ def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
     return steps
 
 
-def role_processes(parent: int) -> dict[str, psutil.Process]:
-    """Ray actors below a process: class name -> process."""
-    found = {}
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, timeout: float = 240) -> None:
+    """Wait until a background run has logged `step`."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(f"ended early: {process.communicate()}")
+        if (run_dir / "metrics.jsonl").exists() and step in metrics_of(run_dir):
+            return
+        time.sleep(0.2)
+    process.kill()
+    raise AssertionError(f"step {step} was not reached")
+
+
+def role_processes(parent: int) -> dict[str, list[psutil.Process]]:
+    """Ray actors below a process: class name -> processes."""
+    found: dict[str, list[psutil.Process]] = {}
     for process in psutil.Process(parent).children(recursive=True):
         try:
             title = " ".join(process.cmdline()) or process.name()
@@ -103,7 +117,7 @@ def role_processes(parent: int) -> dict[str, psutil.Process]:
             continue
         actor = re.search(r"ray::(\w+Actor)", title)
         if actor:
-            found[actor[1]] = process
+            found.setdefault(actor[1], []).append(process)
     return found
 
 

@@ -44,7 +44,7 @@ def engine(cluster: RayCluster, folders: tuple[Path, Path]) -> RayEngine:
         stop_token_ids=(2,),
         seed=0,
     )
-    engine = RayEngine(cluster, setup, share=0.5)
+    engine = RayEngine(cluster, setup, bundles=[0], share=0.5)
     engine.ready(timeout_s=120)
     return engine
 

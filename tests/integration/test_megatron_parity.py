@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rlhf import assets
 from rlhf.backends.megatron.device import megatron_device
-from rlhf.backends.megatron.trainer import MegatronTrainer, forward, load_model, select_rows
+from rlhf.backends.megatron.model import forward, load_model, select_rows
+from rlhf.backends.megatron.trainer import MegatronTrainer
 from rlhf.backends.megatron.weights import Checkpoint, export, rule_of
 from rlhf.batching import pack
 from rlhf.config.train import LRSchedule, Train
 from rlhf.types import MicroBatchPlan
-from tests.integration.megatron import experience_of, random_sequences, trainer_setup
+from tests.integration.megatron import experience_of, leave_groups, random_sequences, save_tiny_model, trainer_setup
 from tests.unit.tiny import save_tiny_llama
 
 FAMILIES = ["llama", "llama-tied", "llama3", "qwen2", "qwen3", "smollm2"]
@@ -29,7 +30,7 @@ def megatron_groups(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = save_tiny_llama(tmp_path_factory.mktemp("groups") / "model", layers=1)
     trainer = MegatronTrainer(trainer_setup(folder, folder))
     yield trainer
-    torch.distributed.destroy_process_group()
+    leave_groups()
 
 
 def checkpoint(family: str, folder: Path) -> Path:
@@ -44,26 +45,7 @@ def checkpoint(family: str, folder: Path) -> Path:
         rope = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0)
         rope["original_max_position_embeddings"] = 8
         return save_tiny_llama(folder, rope_parameters=rope)
-    torch.manual_seed(1)
-    shape = dict(
-        vocab_size=250,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
-    if family == "qwen3":
-        shape["head_dim"] = 32
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):  # away from ones and zeros, so that a lost one shows
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return folder
+    return save_tiny_model(folder, family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -136,11 +118,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def fresh_trainer(pair: tuple[Path, Path], **kwargs: object) -> MegatronTrainer:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
+    leave_groups()
     return MegatronTrainer(trainer_setup(*pair, **kwargs))
 
 

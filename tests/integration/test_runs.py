@@ -17,7 +17,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf.report.summary import read
-from tests.integration.runs import descendants, launch, metrics_of, role_processes, start, tiny_world
+from tests.integration.runs import (
+    descendants,
+    launch,
+    metrics_of,
+    role_processes,
+    start,
+    tiny_world,
+    wait_for_step,
+)
 
 EVERY_STEP = [
     "train/loss",
@@ -104,21 +112,8 @@ def test_your_own_model_and_data(world: tuple[Path, list[str]], tmp_path: Path) 
     assert "forward KL" in done.stdout and "outputs/own/checkpoints/final" in done.stdout
 
 
-def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, timeout: float = 240) -> None:
-    """Wait until a background run has logged `step`."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise AssertionError(f"ended early: {process.communicate()}")
-        if (run_dir / "metrics.jsonl").exists() and step in metrics_of(run_dir):
-            return
-        time.sleep(0.2)
-    process.kill()
-    raise AssertionError(f"step {step} was not reached")
-
-
 def strike_role(name: str) -> Callable[[subprocess.Popen[str]], None]:
-    return lambda process: role_processes(process.pid)[name].kill()
+    return lambda process: role_processes(process.pid)[name][0].kill()
 
 
 def ctrl_c_twice(process: subprocess.Popen[str]) -> None:
@@ -226,6 +221,10 @@ def test_mistakes_are_found_before_a_process_starts(world: tuple[Path, list[str]
         ([f"data.path={folder / 'none.jsonl'}"], "none.jsonl"),
         (["distill.k=100000"], "distill.k=100000 exceeds the vocabulary"),
         (["data.max_length=600", "train.micro_batch_tokens=9000"], "positions of model.path="),
+        (
+            ["train.gpus=2", "rollout.gpus=2", "train.tensor_parallel=2"],
+            "has num_key_value_heads=1, which train.tensor_parallel=2 doesn't divide",
+        ),
         (["data.max_length=4"], "40 of 40 rows can't be used"),
         (["eval.samples=40", "eval.responses=student"], "eval.samples=40"),
         (["eval.samples=30"], "eval.responses=student"),

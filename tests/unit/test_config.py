@@ -165,7 +165,6 @@ OUT_OF_RANGE = [
     "model.drop_layers=[3,3]",
     "placement.max_staleness=1",
     "rollout.gpus=0",
-    "rollout.gpus=2",
     "rollout.tensor_parallel=0",
     "rollout.tensor_parallel=2",
     "rollout.max_new_tokens=0",
@@ -186,7 +185,6 @@ OUT_OF_RANGE = [
     "run.save_every=-1",
     "teacher.model=''",
     "train.gpus=0",
-    "train.gpus=2",
     "train.tensor_parallel=0",
     "train.tensor_parallel=2",
     "train.sequence_parallel=true",
@@ -228,6 +226,25 @@ def test_learning_rate_schedules_fit_the_run() -> None:
     assert "train.warmup_steps=9 and train.decay_steps=8 don't fit" in refusal(
         wsd, "train.warmup_steps=9", "train.decay_steps=8"
     )
+
+
+def test_layouts() -> None:
+    """What each layout means, and what the trainer then does with lengths."""
+    two, four = ("train.gpus=2", "rollout.gpus=2"), ("train.gpus=4", "rollout.gpus=4")
+    for overrides, data_parallel, sequence_parallel, multiple in [
+        ((), 1, False, 1),
+        (two, 2, False, 1),
+        ((*two, "train.distributed_optimizer=true"), 2, False, 1),
+        ((*two, "train.tensor_parallel=2"), 1, True, 2),
+        ((*two, "train.tensor_parallel=2", "train.sequence_parallel=true"), 1, True, 2),
+        ((*two, "train.tensor_parallel=2", "train.padding_free=false"), 1, False, 1),
+        ((*two, "train.tensor_parallel=2", "train.padding_free=false", "train.sequence_parallel=true"), 1, True, 2),
+        ((*two, "train.padding_free=false", "train.sequence_parallel=false"), 2, False, 1),
+        ((*four, "train.tensor_parallel=2", "train.distributed_optimizer=true"), 2, True, 2),
+    ]:
+        train = run_of(*overrides).train
+        assert (train.data_parallel, train.uses_sequence_parallel) == (data_parallel, sequence_parallel), overrides
+        assert (train.pad_multiple, train.padded(7)) == (multiple, 7 if multiple == 1 else 8), overrides
 
 
 def test_both_refusals_of_fullvocab_and_paths() -> None:
@@ -277,6 +294,26 @@ CONTRADICTIONS = {
     "rollout.max_new_tokens=128 tokens; use at least 384",
     "train.micro_batch_tokens=400 eval.max_response_tokens=200": "train.micro_batch_tokens=400 can't hold one held-out "
     "sample of data.max_length=256 + eval.max_response_tokens=200 tokens; use at least 456",
+    "train.gpus=2": "placement=colocate shares one set of devices: train.gpus=2 and rollout.gpus=1 must be equal",
+    "train.gpus=3 train.tensor_parallel=2": "train.gpus=3 must be divisible by train.tensor_parallel=2",
+    "rollout.gpus=2 rollout.tensor_parallel=2": f"rollout.tensor_parallel=2 {NOT_YET} rollout.tensor_parallel=1, which "
+    "makes rollout.gpus=2 as many replicas",
+    "train.sequence_parallel=true": "train.sequence_parallel=true has no effect with train.tensor_parallel=1: no "
+    "devices share a sequence; use train.tensor_parallel=2 with train.gpus=2, or train.sequence_parallel=null",
+    "train.gpus=2 train.tensor_parallel=2 train.sequence_parallel=false": "train.padding_free=true with "
+    "train.tensor_parallel=2 needs sequence parallelism; use train.sequence_parallel=true (or null), or "
+    "train.padding_free=false",
+    "train.gpus=2 train.tensor_parallel=2 train.distributed_optimizer=true": "train.distributed_optimizer=true has no "
+    "effect with train.gpus=2 train.tensor_parallel=2: one copy of the model has no other to share with; use "
+    "train.gpus=4 or more, or train.distributed_optimizer=false",
+    "train.gpus=8 train.tensor_parallel=2 train.global_batch_samples=3": "train.global_batch_samples=3 can't feed the "
+    "4 copies of the model that train.gpus=8 train.tensor_parallel=2 make; use train.global_batch_samples=4 or more",
+    "train.gpus=4 rollout.gpus=4 eval.samples=3": "eval.samples=3 can't feed the 4 copies of the model that "
+    "train.gpus=4 train.tensor_parallel=1 make; use eval.samples=4 or more, or eval.samples=0",
+    "train.gpus=2 rollout.gpus=2 train.tensor_parallel=2 train.micro_batch_tokens=385 rollout.max_new_tokens=129": (
+        "train.micro_batch_tokens=385 can't hold one sample of data.max_length=256 + rollout.max_new_tokens=129 "
+        "tokens; use at least 386"
+    ),
     "placement.max_staleness=1": "placement.max_staleness=1 needs roles on devices of their own; placement=colocate "
     "allows 0",
     "resume=auto": f"resume=auto {NOT_YET} resume=never",
@@ -315,8 +352,7 @@ def test_run_checks_itself_on_construction() -> None:
     with pytest.raises(ConfigError, match="can't hold one sample"):
         dataclasses.replace(run, train=changed)
     with pytest.raises(ConfigError, match="shares one set of devices"):
-        run.rollout.gpus = 2  # no spec allows it yet
-        dataclasses.replace(run)
+        dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, gpus=2))
 
 
 # -- What Hydra and OmegaConf refuse, in our words ---------------------------------------------------------------------

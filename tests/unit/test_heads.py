@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
 
-from rlhf.errors import ConfigError, ModelError
-from rlhf.losses.heads import VocabHead, shared_vocabulary
+from rlhf.errors import ModelError
+from rlhf.losses.heads import VocabHead, shared_shard
+from rlhf.losses.shard import Shard
 
 
 class Group:
     """Stands for a process group."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, rank: int = 0) -> None:
+        self.ranks, self._rank = ranks, rank
+
+    def rank(self) -> int:
+        return self._rank
 
     def size(self) -> int:
         return self.ranks
@@ -87,12 +91,21 @@ def test_zero_rows():
     assert head.logits().shape == (0, 6)
 
 
-def test_one_rank_is_dense_and_several_are_refused():
+def test_which_tokens_a_rank_has():
     assert random_head(tp_group=Group(1)).logits().shape == (3, 6)
-    split = random_head(tp_group=Group(2))
-    assert split.vocabulary == 12
-    with pytest.raises(ConfigError, match=r"train\.tensor_parallel=2: the vocabulary-parallel form"):
-        split.logits()
+    assert random_head(tp_group=Group(1)).shard == Shard(6)
+    group = Group(2, rank=1)
+    assert random_head(tp_group=group).shard == Shard(12, 6, group)
+    assert random_head(tp_group=group, vocab_size=11).shard == Shard(11, 6, group)
+
+
+def test_padding_of_a_shard_is_impossible():
+    head = random_head(tp_group=Group(2, rank=1), vocab_size=10)
+    with torch.no_grad():
+        logits = head.shard.restrict(head.hidden @ head.weight.T)
+    torch.testing.assert_close(logits[:, :4], head.hidden @ head.weight[:4].T)
+    assert (logits[:, 4:] <= -1e30).all()
+    assert (Shard(4, 6, Group(2, rank=1)).restrict(logits) <= -1e30).all()  # all of it is padding
 
 
 def test_vocabulary_larger_than_the_weight_is_refused():
@@ -100,12 +113,14 @@ def test_vocabulary_larger_than_the_weight_is_refused():
         random_head(vocab_size=7).logits()
 
 
-def test_shared_vocabulary_is_the_smaller_one_on_both_sides():
-    student, teacher = shared_vocabulary(random_head(vocabulary=6), random_head(vocabulary=9, vocab_size=8))
-    assert (student.vocabulary, teacher.vocabulary) == (6, 6)
-    assert student.logits().shape == teacher.logits().shape
-    student, teacher = shared_vocabulary(random_head(vocabulary=9), random_head(vocabulary=9, vocab_size=7))
-    assert (student.vocabulary, teacher.vocabulary) == (7, 7)
+def test_shared_vocabulary_is_the_smaller_one():
+    assert shared_shard(random_head(vocabulary=6), random_head(vocabulary=9, vocab_size=8)) == Shard(6)
+    assert shared_shard(random_head(vocabulary=9), random_head(vocabulary=9, vocab_size=7)) == Shard(7)
+    group = Group(2, rank=1)
+    student, teacher = (random_head(tp_group=group, vocab_size=size) for size in (9, 11))
+    assert shared_shard(student, teacher) == Shard(9, 6, group)
+    with pytest.raises(AssertionError, match="padded alike"):
+        shared_shard(student, replace(teacher, weight=torch.zeros(7, 4), vocab_size=12))
 
 
 def test_heads_are_frozen():

@@ -80,6 +80,15 @@ class Architecture:
     qkv_bias: bool
     qk_norm: bool
 
+    @property
+    def split_numbers(self) -> dict[str, int]:
+        """What tensor-parallel ranks must divide, by its name in config.json. The vocabulary is padded instead."""
+        return {
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_groups,
+            "intermediate_size": self.ffn_hidden,
+        }
+
     @staticmethod
     def from_config(config: Mapping[str, Any], where: str) -> Architecture:
         """Read a checkpoint's `config.json`.

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rlhf.backends.megatron.architecture import Architecture, Llama3Scaling
+from rlhf.backends.megatron.partition import Partition
 
 
 class RMSNorm(nn.RMSNorm):
@@ -90,16 +91,22 @@ class CoreAttention(MegatronModule):
 class HiddenRows(tensor_parallel.ColumnParallelLinear):
     """Stands where GPTModel has its output layer: owns the LM head's weight, hands the final hidden rows on.
 
-    Losses take the rows and the weight as a `VocabHead`, so logits of all tokens never exist at once.
+    Losses take the rows and the weight as a `VocabHead`, so logits of all tokens never exist at once. Under sequence
+    parallelism the ranks' rows are put together here. Backward, each rank takes its own part of the gradient, which the
+    head has summed over the ranks already (for the response rows only, which are fewer).
     """
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
+        if self.sequence_parallel:
+            input_ = tensor_parallel.gather_from_sequence_parallel_region(
+                input_, tensor_parallel_output_grad=False, group=self.tp_group
+            )
         return input_, None
 
 
-def transformer_config(architecture: Architecture, dtype: torch.dtype, tensor_parallel_size: int = 1) -> Any:
+def transformer_config(architecture: Architecture, dtype: torch.dtype, partition: Partition) -> Any:
     """Megatron's configuration of one model. Every fused kernel is off: they need apex, TE or a GPU."""
     return TransformerConfig(
         num_layers=architecture.layers,
@@ -120,10 +127,11 @@ def transformer_config(architecture: Architecture, dtype: torch.dtype, tensor_pa
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=tensor_parallel_size,
+        tensor_model_parallel_size=partition.size,
+        sequence_parallel=partition.sequence_parallel,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,  # every weight is loaded from a checkpoint
-        calculate_per_token_loss=True,  # token weights are normalised over the step already; see trainer.py
+        calculate_per_token_loss=True,  # token weights are normalised over the step already; see optimizer.py
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -142,9 +150,9 @@ def stretched(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
-def build_model(architecture: Architecture, dtype: torch.dtype) -> GPTModel:
-    """An uninitialised GPTModel whose output is its final hidden rows [batch, seq, hidden]."""
-    config = transformer_config(architecture, dtype)
+def build_model(architecture: Architecture, dtype: torch.dtype, partition: Partition) -> GPTModel:
+    """An uninitialised GPTModel, or a rank's part of it, whose output is its final hidden rows [batch, seq, hidden]."""
+    config = transformer_config(architecture, dtype, partition)
     layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -155,7 +163,7 @@ def build_model(architecture: Architecture, dtype: torch.dtype) -> GPTModel:
     model = GPTModel(
         config,
         block,
-        vocab_size=architecture.vocab,
+        vocab_size=partition.padded_vocab(architecture),
         max_sequence_length=architecture.max_positions,
         position_embedding_type="rope",
         rotary_base=architecture.rope_theta,
@@ -170,7 +178,7 @@ def build_model(architecture: Architecture, dtype: torch.dtype) -> GPTModel:
 
 
 def head_weight(model: GPTModel) -> Tensor:
-    """The LM head's weight [vocabulary, hidden]; the embedding's when they are tied."""
+    """The LM head's weight [vocabulary of this rank, hidden]; the embedding's when they are tied."""
     return (
         model.shared_embedding_or_output_weight()
         if model.share_embeddings_and_output_weights

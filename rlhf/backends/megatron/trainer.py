@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import random
-import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,52 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.algos.objective import RowBatch, Totals
-from rlhf.assets import read_config
-from rlhf.backends.megatron import layers, weights
-from rlhf.backends.megatron.architecture import Architecture
+from rlhf.backends.megatron import optimizer, weights
 from rlhf.backends.megatron.device import megatron_device
+from rlhf.backends.megatron.model import architecture_of, forward, load_model, select_rows
+from rlhf.backends.megatron.partition import Partition
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.batching import MicroBatch, pack
-from rlhf.config.train import LRSchedule
 from rlhf.errors import MisalignedScores, TrainingDiverged
 from rlhf.losses.divergence import forward_and_reverse_kl
-from rlhf.losses.heads import VocabHead
 from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Sequences
-
-MEGATRON_STYLE = {
-    LRSchedule.constant: "constant",
-    LRSchedule.linear: "linear",
-    LRSchedule.cosine: "cosine",
-    LRSchedule.wsd: "WSD",
-}
-
-
-@dataclass
-class Model:
-    """A GPTModel with what its weights mean."""
-
-    module: Any
-    architecture: Architecture
-
-    def hidden_rows(self, micro: MicroBatch) -> Tensor:
-        """Final hidden states [rows, hidden] of the positions that predict response tokens."""
-        return select_rows(forward(self.module, micro), micro)
-
-    def head(self, hidden: Tensor) -> VocabHead:
-        return VocabHead(hidden=hidden, weight=layers.head_weight(self.module), vocab_size=self.architecture.vocab)
-
-
-def forward(module: Any, micro: MicroBatch) -> Tensor:
-    """Run a GPTModel (or its DDP wrapper) on a micro-batch -> final hidden states [b, s, hidden]."""
-    device = torch.cuda.current_device()
-    packed = None if micro.cu_seqlens is None else layers.PackedRows.of(torch.from_numpy(micro.cu_seqlens).to(device))
-    tokens = torch.from_numpy(micro.tokens).to(device)
-    return module(tokens, torch.from_numpy(micro.position_ids).to(device), None, packed_seq_params=packed)
-
-
-def select_rows(hidden: Tensor, micro: MicroBatch) -> Tensor:
-    """[b, s, hidden] -> [rows, hidden]: response rows only, before the head ever sees them."""
-    return hidden.flatten(0, 1)[torch.from_numpy(micro.rows).to(hidden.device)]
 
 
 def on_device(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,16 +46,21 @@ class MegatronTrainer:
     """Trains, scores with the colocated teacher, evaluates, exports. All ranks call each method in the same order."""
 
     @on_device
-    def __init__(self, setup: TrainerSetup, rank: int = 0, world_size: int = 1, master: str | None = None) -> None:
+    def __init__(self, setup: TrainerSetup, rank: int = 0, store: dist.Store | None = None) -> None:
+        """
+        Args:
+            rank: of `setup.train.gpus` processes.
+            store: where they find each other; not needed by one process.
+        """
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         self.setup = setup
+        self.rank = rank
         self.version = 0
         self._scores: dict[int, Any] = {}
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        master = master or f"tcp://127.0.0.1:{free_port()}"
-        dist.init_process_group(backend, init_method=master, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, store=store or dist.HashStore(), rank=rank, world_size=setup.train.gpus)
         parallel_state.initialize_model_parallel(setup.train.tensor_parallel)
         random.seed(setup.seed)
         np.random.seed(setup.seed)
@@ -102,55 +68,28 @@ class MegatronTrainer:
         model_parallel_cuda_manual_seed(setup.seed)
 
         dtype = getattr(torch, setup.train.dtype.value)
-        self.student = load_model(setup.student, dtype)
+        partition = self._partition()
+        self.student = load_model(setup.student, dtype, partition)
         self.teacher = None
         if setup.teacher is not None:
-            self.teacher = load_model(setup.teacher, dtype)
+            self.teacher = load_model(setup.teacher, dtype, partition)
             self.teacher.module.requires_grad_(False).eval()
-        self._wrap_student()
+        self.ddp, self.optimizer, self.schedule = optimizer.wrap(self.student.module, setup.train, setup.steps)
 
-    def _wrap_student(self) -> None:
-        """DDP, optimizer and learning-rate schedule."""
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-        from megatron.core.transformer.module import Float16Module
+    def _partition(self) -> Partition:
+        """This process's part of student and teacher."""
+        from megatron.core import parallel_state
 
-        train, config = self.setup.train, self.student.module.config
-        module = Float16Module(config, self.student.module) if config.bf16 else self.student.module
-        self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=train.lr,
-                min_lr=train.min_lr,
-                weight_decay=train.weight_decay,
-                adam_beta1=train.adam_beta1,
-                adam_beta2=train.adam_beta2,
-                adam_eps=train.adam_eps,
-                clip_grad=train.clip_grad or float("inf"),  # so that the norm is known without clipping, too
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-            ),
-            [self.ddp],
+        train, folders = self.setup.train, (self.setup.student, self.setup.teacher)
+        if train.tensor_parallel == 1:
+            return weights.WHOLE
+        return Partition(
+            rank=parallel_state.get_tensor_model_parallel_rank(),
+            size=train.tensor_parallel,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            sequence_parallel=train.uses_sequence_parallel,
+            least_vocab=max(architecture_of(folder).vocab for folder in folders if folder is not None),
         )
-        self.schedule = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=train.lr,
-            min_lr=train.min_lr,
-            lr_warmup_steps=train.warmup_steps,
-            lr_decay_steps=self.setup.steps + 1,  # the last step still learns; min_lr comes after it
-            lr_decay_style=MEGATRON_STYLE[train.lr_schedule],
-            wsd_decay_steps=train.decay_steps + 1,
-            lr_wsd_decay_style="linear",
-            start_wd=train.weight_decay,
-            end_wd=train.weight_decay,
-            wd_incr_steps=1,
-            wd_incr_style="constant",
-        )
-        config.grad_scale_func = self.optimizer.scale_loss
-        config.finalize_model_grads_func = sum_gradients
 
     # ---- teacher ----------------------------------------------------------------------------------------------------
 
@@ -187,7 +126,7 @@ class MegatronTrainer:
         started = time.perf_counter()
         self.ddp.train()
         for minibatch in experience.minibatches:
-            totals += self.accumulate_gradients(experience.sequences, minibatch)
+            totals += self._over_data_parallel(self.accumulate_gradients(experience.sequences, minibatch))
             grad_norm, lr = self._step()
             grad_norms.append(grad_norm)
         self._scores.clear()
@@ -201,7 +140,10 @@ class MegatronTrainer:
 
     @on_device
     def accumulate_gradients(self, sequences: Sequences, minibatch: MiniBatch) -> Totals:
-        """Forward and backward of one optimizer step; gradients are left in the DDP buffers."""
+        """Forward and backward of one optimizer step -> this rank's totals; gradients are left in the DDP buffers.
+
+        Data-parallel ranks may have different numbers of micro-batches: they meet when all of theirs are done.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.ddp.zero_grad_buffer()
@@ -241,6 +183,14 @@ class MegatronTrainer:
 
         return forward(model, micro), loss_of
 
+    def _over_data_parallel(self, totals: Totals) -> Totals:
+        """Of all data-parallel ranks together. (Ranks that share a model have the same totals: they count once.)"""
+        from megatron.core import parallel_state
+
+        parts: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
+        dist.all_gather_object(parts, totals, group=parallel_state.get_data_parallel_group_gloo())
+        return functools.reduce(Totals.__add__, parts)
+
     def _step(self) -> tuple[float, float]:
         """Apply the gradients -> (gradient norm before clipping, learning rate used)."""
         self.schedule.step(increment=1)
@@ -270,27 +220,32 @@ class MegatronTrainer:
         """Full-vocabulary forward KL(T||S) and reverse KL(S||T) at temperature 1, in nats a response token."""
         assert self.teacher is not None
         self.ddp.eval()
-        forward_sum = reverse_sum = count = 0.0
+        totals = Totals()
         for micro in self._micro_batches(sequences, plan):
             student = self.student.head(select_rows(forward(self.ddp, micro), micro))
             forward_kl, reverse_kl = forward_and_reverse_kl(student, self.teacher.head(self.teacher.hidden_rows(micro)))
-            forward_sum += float(forward_kl.double().sum())
-            reverse_sum += float(reverse_kl.double().sum())
-            count += len(micro.rows)
+            sums = {
+                "eval/forward_kl": float(forward_kl.double().sum()),
+                "eval/reverse_kl": float(reverse_kl.double().sum()),
+            }
+            totals += Totals(rows=len(micro.rows), sums=sums)
         self.ddp.train()
-        return {"eval/forward_kl": forward_sum / count, "eval/reverse_kl": reverse_sum / count}
+        return self._over_data_parallel(totals).means()
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def buckets(self, dtype: str, max_bytes: int) -> Iterator[Bucket]:
-        """The student's weights in Hugging Face names, in buckets of about `max_bytes`, one in memory at a time."""
+        """The student's weights in Hugging Face names, in buckets of about `max_bytes`, one in memory at a time.
+
+        Rank 0 yields them; meanwhile the other ranks that share its model call `take_part_in_export`.
+        """
         names: list[str] = []
         arrays: list[np.ndarray] = []
 
         def bucket() -> Bucket:
             return Bucket(self.version, tuple(names), tuple(arrays), (dtype,) * len(names))
 
-        for name, tensor in weights.export(self.student.module, self.student.architecture):
+        for name, tensor in self.student.tensors():
             array = to_numpy(tensor.to(getattr(torch, dtype)))
             if arrays and sum(held.nbytes for held in arrays) + array.nbytes > max_bytes:
                 yield bucket()
@@ -299,37 +254,26 @@ class MegatronTrainer:
             arrays.append(array)
         yield bucket()
 
+    def take_part_in_export(self) -> None:
+        """Give rank 0 this rank's part of each weight."""
+        for _ in self.student.tensors():
+            pass
+
     @on_device
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face folder that `transformers` loads. Complete or absent: it is renamed into place."""
+        """Write a Hugging Face folder that `transformers` loads. Complete or absent: it is renamed into place.
+
+        Rank 0 writes, with the help of those that share its model; copies of the model do nothing.
+        """
         from rlhf.export import save_hf
 
-        tensors = weights.export(self.student.module, self.student.architecture)
-        save_hf(folder, tensors, self.setup.student, dtype=self.setup.train.dtype.value)
-
-
-def load_model(folder: Path, dtype: torch.dtype) -> Model:
-    """Build the architecture of a Hugging Face folder and fill it with its weights."""
-    architecture = Architecture.from_config(read_config(folder), str(folder))
-    module = layers.build_model(architecture, dtype)
-    weights.load(module, architecture, weights.Checkpoint(folder).__getitem__)
-    return Model(module, architecture)
-
-
-def sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's gradient reduction without its division: the token weights are normalised already."""
-    from megatron.core.distributed import finalize_model_grads
-
-    finalize_model_grads(model, None, **kwargs)
+        if self.rank == 0:
+            save_hf(folder, self.student.tensors(), self.setup.student, dtype=self.setup.train.dtype.value)
+        elif self.rank < self.setup.train.tensor_parallel:
+            self.take_part_in_export()
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """A host copy; bfloat16, which numpy lacks, as its 16 bits."""
     tensor = tensor.detach().to("cpu", copy=True).contiguous()
     return tensor.view(torch.uint16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,0 +1,68 @@
+"""A GPTModel of a Hugging Face checkpoint, or this process's part of it, and the hidden rows and head it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.assets import read_config
+from rlhf.backends.megatron import layers, weights
+from rlhf.backends.megatron.architecture import Architecture
+from rlhf.backends.megatron.partition import Partition
+from rlhf.batching import MicroBatch
+from rlhf.losses.heads import VocabHead
+
+
+@dataclass
+class Model:
+    """A GPTModel with what its weights mean."""
+
+    module: Any
+    architecture: Architecture
+    partition: Partition = weights.WHOLE
+
+    def hidden_rows(self, micro: MicroBatch) -> Tensor:
+        """Final hidden states [rows, hidden] of the positions that predict response tokens."""
+        return select_rows(forward(self.module, micro), micro)
+
+    def head(self, hidden: Tensor) -> VocabHead:
+        return VocabHead(
+            hidden=hidden,
+            weight=layers.head_weight(self.module),
+            tp_group=self.partition.group,
+            vocab_size=self.architecture.vocab,
+        )
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of every weight; all processes that share the model go through it."""
+        return weights.export(self.module, self.architecture, self.partition)
+
+
+def forward(module: Any, micro: MicroBatch) -> Tensor:
+    """Run a GPTModel (or its DDP wrapper) on a micro-batch -> final hidden states [b, s, hidden]."""
+    device = torch.cuda.current_device()
+    packed = None if micro.cu_seqlens is None else layers.PackedRows.of(torch.from_numpy(micro.cu_seqlens).to(device))
+    tokens = torch.from_numpy(micro.tokens).to(device)
+    return module(tokens, torch.from_numpy(micro.position_ids).to(device), None, packed_seq_params=packed)
+
+
+def select_rows(hidden: Tensor, micro: MicroBatch) -> Tensor:
+    """[b, s, hidden] -> [rows, hidden]: response rows only, before the head ever sees them."""
+    return hidden.flatten(0, 1)[torch.from_numpy(micro.rows).to(hidden.device)]
+
+
+def architecture_of(folder: Path) -> Architecture:
+    return Architecture.from_config(read_config(folder), str(folder))
+
+
+def load_model(folder: Path, dtype: torch.dtype, partition: Partition = weights.WHOLE) -> Model:
+    """Build the architecture of a Hugging Face folder, or this rank's part of it, and fill it with its weights."""
+    architecture = architecture_of(folder)
+    module = layers.build_model(architecture, dtype, partition)
+    weights.load(module, architecture, weights.Checkpoint(folder).__getitem__, partition)
+    return Model(module, architecture, partition)

@@ -1,0 +1,108 @@
+"""Several processes of a role on Ray: the first failure is reported, by the name of the process that failed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from rlhf.backends import cluster as module
+from rlhf.backends.cluster import Process, RayCluster, iterate, threads_each, wait_for
+from rlhf.config.cluster import Cluster
+from rlhf.errors import ClusterError, MisalignedScores, RoleDied, RoleFailed
+
+
+class Worker:
+    """Does what ranks do when one of them fails."""
+
+    def work(self, result: int) -> int:
+        return result
+
+    def hang(self) -> None:
+        time.sleep(600)
+
+    def fail(self, seconds: float) -> None:
+        time.sleep(seconds)
+        raise RuntimeError("Connection closed by peer")
+
+    def refuse(self) -> None:
+        raise MisalignedScores("sample 3 needs 5 rows")
+
+    def die(self, seconds: float) -> None:
+        time.sleep(seconds)
+        os._exit(1)
+
+    def threads(self) -> str:
+        return os.environ["OMP_NUM_THREADS"]
+
+    @ray.method(num_returns="streaming", _generator_backpressure_num_objects=2)
+    def stream(self, count: int, then_hang: bool) -> Iterator[int]:
+        yield from (number for number in range(count))  # Ray asks for a generator
+        if then_hang:
+            time.sleep(600)
+
+
+@pytest.fixture(scope="module")
+def two_devices() -> Iterator[RayCluster]:
+    cluster = RayCluster(Cluster(object_store_gb=0.2), bundles=2)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def ranks(two_devices: RayCluster) -> Iterator[list[Process]]:
+    two_devices.processes.clear()
+    ranks = [
+        two_devices.start(f"trainer rank {rank}", Worker, bundle=rank, share=0.5, environment={}) for rank in (0, 1)
+    ]
+    wait_for([rank.call("work", 0) for rank in ranks])
+    yield ranks
+    for rank in ranks:
+        ray.kill(rank.actor)
+
+
+def test_results_are_in_the_order_of_the_calls(ranks: list[Process]) -> None:
+    assert wait_for([rank.call("work", number) for number, rank in enumerate(ranks)]) == [0, 1]
+    assert list(map(ray.get, iterate(ranks[0].call("stream", 5, False), [ranks[1].call("work", 0)]))) == list(range(5))
+
+
+def test_the_first_failure_is_reported_while_others_hang(ranks: list[Process]) -> None:
+    started = time.monotonic()
+    with pytest.raises(MisalignedScores, match="sample 3 needs 5 rows"):
+        wait_for([ranks[0].call("hang"), ranks[1].call("refuse")])
+    assert time.monotonic() - started < module.NOTICE_S
+
+
+def test_a_failure_names_its_rank(ranks: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NOTICE_S", 0.5)
+    with pytest.raises(RoleFailed, match="the trainer rank 1 failed with RuntimeError: Connection closed by peer"):
+        wait_for([ranks[0].call("hang"), ranks[1].call("fail", 0.0)])
+
+
+def test_a_death_is_reported_rather_than_what_it_did_to_others(ranks: list[Process]) -> None:
+    """Rank 0 fails first: its connection breaks before Ray notices that rank 1 is gone."""
+    with pytest.raises(RoleDied, match=r"^the trainer rank 1 process ended unexpectedly"):
+        wait_for([ranks[0].call("fail", 0.0), ranks[1].call("die", 0.3)])
+
+
+def test_a_stream_ends_when_who_helps_with_it_dies(ranks: list[Process]) -> None:
+    stream = iterate(ranks[0].call("stream", 3, True), [ranks[1].call("die", 0.3)])
+    with pytest.raises(RoleDied, match=r"^the trainer rank 1 process ended unexpectedly"):
+        list(stream)
+
+
+def test_what_is_late_is_named(ranks: list[Process]) -> None:
+    with pytest.raises(ClusterError, match=r"the trainer rank 1 process was not ready within .*=0\.5 seconds"):
+        wait_for([ranks[0].call("work", 0), ranks[1].call("hang")], timeout_s=0.5)
+
+
+def test_devices_of_a_node_share_its_cores(two_devices: RayCluster, ranks: list[Process]) -> None:
+    assert len(two_devices.nodes) == 2 and len(set(two_devices.nodes)) == 1
+    cores = len(os.sched_getaffinity(0))
+    assert wait_for([rank.call("threads") for rank in ranks]) == [str(max(1, cores // 2))] * 2
+    assert threads_each(["a"], 8) == 8
+    assert threads_each(["a", "a", "a", "b"], 8) == 2
+    assert threads_each(["a"] * 4, 2) == 1

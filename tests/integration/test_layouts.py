@@ -1,0 +1,216 @@
+"""Two trainer processes equal one: tensor parallel, sequence parallel, data parallel, distributed optimizer.
+
+One pair of processes goes through all layouts, since importing Megatron takes longer than training these models.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rlhf.backends.megatron.trainer import MegatronTrainer
+from rlhf.config.train import DType, Train
+from rlhf.types import Metrics
+from tests.integration.megatron import experience_of, leave_groups, random_sequences, save_tiny_model, trainer_setup
+from tests.integration.ranks import run_ranks
+
+STEPS = 3
+LENGTHS = [(4, 12), (7, 5), (3, 29), (6, 6), (5, 9), (8, 17), (2, 3)]
+SHAPES = {
+    # A vocabulary that two ranks don't divide, and a teacher with another one.
+    "llama": dict(vocab_size=251, tie_word_embeddings=False),
+    "llama-tied": dict(vocab_size=251, tie_word_embeddings=True),
+    "qwen2": dict(vocab_size=251, tie_word_embeddings=False),
+    "qwen3": dict(vocab_size=251, tie_word_embeddings=False),
+    "teacher": dict(vocab_size=254, num_hidden_layers=3),
+}
+TP2 = dict(gpus=2, tensor_parallel=2)
+TP2_SP = TP2 | dict(sequence_parallel=True)
+DP2 = dict(gpus=2)
+PADDED = dict(padding_free=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a layout, and the teacher's k (None: the whole vocabulary)."""
+
+    family: str
+    layout: dict[str, Any]
+    k: int | None
+    micro_batch_tokens: int = 64
+
+
+CASES = {
+    "tp2-padded-topk": Case("llama-tied", TP2 | PADDED, 8),
+    "tp2-padded-full": Case("qwen3", TP2 | PADDED, None),
+    "tp2-sp-packed-topk": Case("qwen3", TP2_SP, 8),
+    "tp2-sp-packed-full": Case("llama-tied", TP2_SP, None),
+    "tp2-sp-padded-topk": Case("qwen2", TP2_SP | PADDED, 8),
+    "dp2-packed-topk": Case("llama-tied", DP2, 8),
+    "dp2-padded-full": Case("qwen3", DP2 | PADDED, None, micro_batch_tokens=40),
+    "dp2-distributed-packed-full": Case("llama-tied", DP2 | dict(distributed_optimizer=True), None),
+    "dp2-distributed-padded-topk": Case("qwen3", DP2 | PADDED | dict(distributed_optimizer=True), 8, 40),
+}
+
+
+IN_BFLOAT16 = {
+    "tp2-sp-bfloat16": Case("qwen3", TP2_SP | dict(dtype=DType.bfloat16), None),
+    "dp2-bfloat16": Case("llama-tied", DP2 | dict(dtype=DType.bfloat16, distributed_optimizer=True), 8),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rank 0 of a case reports."""
+
+    steps: list[Metrics]
+    evaluation: Metrics
+    weights: dict[str, np.ndarray]
+    micro_batches: list[int]
+    """Of each data-parallel rank."""
+
+
+def train_case(case: Case, folder: Path, rank: int = 0, store: Any = None) -> Outcome:
+    """Three optimizer steps and an evaluation."""
+    train = Train(lr=3e-3, weight_decay=0.1, micro_batch_tokens=case.micro_batch_tokens, **case.layout)
+    setup = trainer_setup(folder / case.family, folder / "teacher", train=train, k=case.k)
+    leave_groups()  # of a test before
+    trainer = MegatronTrainer(setup, rank, store)
+    steps = []
+    for step in range(1, STEPS + 1):
+        sequences = random_sequences(251, LENGTHS, seed=step)
+        sequences = replace(sequences, logprobs=np.linspace(-7, -4, sequences.response_lengths.sum(), dtype=np.float32))
+        experience = experience_of(
+            sequences,
+            micro_batch_tokens=train.micro_batch_tokens,
+            padding_free=train.padding_free,
+            data_parallel=train.data_parallel,
+            pad_multiple=train.pad_multiple,
+            step=step,
+        )
+        trainer.score(sequences, experience.minibatches)
+        steps.append(trainer.train(experience))
+    plan = experience.minibatches[0].plan
+    evaluation = trainer.evaluate(sequences, plan)
+    weights = {name: tensor.float().clone().numpy() for name, tensor in trainer.student.tensors()}
+    leave_groups()
+    return Outcome(steps, evaluation, weights, [len(micro_batches) for micro_batches in plan.ranks])
+
+
+def round_trip(source: Path, target: Path, train: Train, rank: int = 0, store: Any = None) -> None:
+    """Load a checkpoint over several ranks and save it again."""
+    trainer = MegatronTrainer(trainer_setup(source, source, train=train), rank, store)
+    trainer.save(target)
+    leave_groups()
+
+
+def all_cases(rank: int, world_size: int, store: Any, folder: Path) -> dict[str, Outcome]:
+    found = {}
+    for name, case in (CASES | IN_BFLOAT16).items():
+        found[name] = train_case(case, folder, rank, dist.PrefixStore(name, store))
+    for family in SHAPES:
+        for dtype in DType:
+            name = f"{family}-{dtype.name}"
+            train = Train(dtype=dtype, **TP2)
+            round_trip(folder / family, folder / f"{name}-again", train, rank, dist.PrefixStore(name, store))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    for seed, (name, shape) in enumerate(SHAPES.items()):
+        family = "llama" if name == "teacher" else re.sub("-tied", "", name)
+        save_tiny_model(folder / name, family, seed=seed, initializer_range=0.1, **shape)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> list[dict[str, Outcome]]:
+    """Of both ranks."""
+    return run_ranks(all_cases, 2, folder)
+
+
+def assert_equal(found: Outcome, expected: Outcome, before: dict[str, torch.Tensor]) -> None:
+    """Losses to 1e-5, gradient norms to 1e-4 of them, and weights by how far they moved from `before`."""
+    for step, reference in zip(found.steps, expected.steps, strict=True):
+        assert step.keys() == reference.keys()
+        assert step["train/loss"] == pytest.approx(reference["train/loss"], abs=1e-5)
+        assert step["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=1e-4)
+        for metric in reference.keys() - {"time/train"}:
+            assert step[metric] == pytest.approx(reference[metric], rel=1e-3, abs=1e-5), metric
+    assert found.evaluation == pytest.approx(expected.evaluation, abs=1e-5)
+    assert found.weights.keys() == expected.weights.keys()
+    for tensor, weight in expected.weights.items():
+        moved = np.linalg.norm(weight - before[tensor].numpy())
+        assert np.linalg.norm(found.weights[tensor] - weight) <= 5e-3 * moved, tensor
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_equal_one(name: str, folder: Path, outcomes: list[dict[str, Outcome]]) -> None:
+    case = CASES[name]
+    expected = train_case(replace(case, layout={}), folder)
+    for rank in (0, 1):
+        assert_equal(outcomes[rank][name], expected, load_file(folder / case.family / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_bfloat16_stays_close(name: str, folder: Path, outcomes: list[dict[str, Outcome]]) -> None:
+    """As far as rounding of sums in another order allows."""
+    case = IN_BFLOAT16[name]
+    expected = train_case(replace(case, layout={"dtype": DType.bfloat16}), folder)
+    for step, reference in zip(outcomes[1][name].steps, expected.steps, strict=True):
+        for metric in ("train/loss", "train/grad_norm"):
+            assert step[metric] == pytest.approx(reference[metric], rel=0.03), metric
+
+
+def test_the_cases_are_what_they_should_be(outcomes: list[dict[str, Outcome]]) -> None:
+    """Training moved the models, and data-parallel ranks had different numbers of micro-batches somewhere."""
+    for outcome in outcomes[0].values():
+        assert outcome.steps[0]["train/loss"] > 0.01
+        assert outcome.steps[0]["train/grad_norm"] > 0.01
+        assert len({step["train/loss"] for step in outcome.steps}) == STEPS
+    assert outcomes[0]["dp2-padded-full"].micro_batches == outcomes[0]["dp2-distributed-padded-topk"].micro_batches
+    assert outcomes[0]["dp2-padded-full"].micro_batches == [2, 3]
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_weights_come_back_bit_exact(family: str, folder: Path, outcomes: list[dict[str, Outcome]]) -> None:
+    stored = load_file(folder / family / "model.safetensors")
+    for dtype in DType:
+        again = load_file(folder / f"{family}-{dtype.name}-again" / "model.safetensors")
+        assert again.keys() == stored.keys()
+        for name, tensor in stored.items():
+            assert torch.equal(again[name], tensor.to(getattr(torch, dtype.name))), name
+
+
+FOUR = Case("qwen3", dict(gpus=4, tensor_parallel=2, distributed_optimizer=True), None)
+
+
+def four_ranks(rank: int, world_size: int, store: Any, folder: Path) -> Outcome:
+    outcome = train_case(FOUR, folder, rank, dist.PrefixStore("train", store))
+    target = folder / "four-again"
+    round_trip(folder / FOUR.family, target, Train(**FOUR.layout), rank, dist.PrefixStore("save", store))
+    return outcome
+
+
+@pytest.mark.slow
+def test_tensor_and_data_parallel_at_once(folder: Path) -> None:
+    expected = train_case(replace(FOUR, layout={}), folder)
+    before = load_file(folder / FOUR.family / "model.safetensors")
+    outcomes = run_ranks(four_ranks, 4, folder)
+    for outcome in outcomes:
+        for step, reference in zip(outcome.steps, outcomes[0].steps, strict=True):
+            assert {**step, "time/train": 0} == {**reference, "time/train": 0}
+        assert_equal(outcome, expected, before)
+    again = load_file(folder / "four-again" / "model.safetensors")
+    assert again.keys() == before.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
