@@ -20,6 +20,7 @@ from rlhf.data.cursor import EpochCursor
 from rlhf.errors import RlhfError
 from rlhf.loggers.base import MetricLog
 from rlhf.loggers.base import build as build_log
+from rlhf.loggers.rollouts import recorded
 from rlhf.loop import run_steps
 from rlhf.preflight import Inputs, check_inputs
 from rlhf.report import summary as report
@@ -73,7 +74,8 @@ def train(run: Run, inputs: Inputs, claimed: RunFolder, log: MetricLog) -> float
     started = time.perf_counter()
     try:
         source = build_source(run, inputs, roles, log)
-        run_steps(source, roles.trainer, checkpoints, log, largest_gap(run))
+        experiences = recorded(source, folder, inputs.tokenizer) if run.logger.rollouts else source
+        run_steps(experiences, roles.trainer, checkpoints, log, largest_gap(run))
         log.phase("save")
         final = checkpoints.finish()
     except KeyboardInterrupt:

@@ -150,7 +150,8 @@ class Bucket:
     version: int
     """How many optimizer steps made these weights."""
     names: tuple[str, ...]
-    arrays: tuple[np.ndarray, ...]
-    """bfloat16, which numpy lacks, as uint16 bits."""
+    arrays: tuple[Any, ...]
+    """Host copies as numpy arrays (bfloat16, which numpy lacks, as uint16 bits), or, between processes that share a
+    GPU, `SharedTensor`s: then nothing is copied, and the trainer must not change its weights before they are loaded."""
     dtypes: tuple[str, ...]
     """The true number format of each array."""

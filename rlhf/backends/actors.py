@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -98,12 +99,20 @@ class EngineActor:
     def generate(self, prompts: Prompts, version: int, greedy: bool) -> Rollouts:
         return self.engine.generate(prompts, version, greedy)
 
+    def sleep(self) -> None:
+        self.engine.sleep()
+
 
 ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the actor is the engine's process
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # roles take turns on the same cores
     "VLLM_NO_USAGE_STATS": "1",
+    # Without the package flashinfer, which is no requirement of vLLM, its sampler can't be used.
+    **({} if importlib.util.find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}),
+}
+TRAINER_ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron overlaps communication by the order of launches
 }
 
 
@@ -125,7 +134,7 @@ class RayTrainer:
         self.data_parallel = setup.train.data_parallel
         self.version = 0
         self.ranks = [
-            cluster.start(name, TrainerActor, setup, rank, bundle=bundle, share=share, environment={})
+            cluster.start(name, TrainerActor, setup, rank, bundle=bundle, share=share, environment=TRAINER_ENVIRONMENT)
             for rank, (name, bundle) in enumerate(zip(names("trainer", "rank", len(bundles)), bundles, strict=True))
         ]
         address = self.ranks[0].call("open_store").reference if len(self.ranks) > 1 else None
@@ -196,6 +205,9 @@ class RayEngine:
         busy = zip(self.replicas, shares, strict=False)  # a single prompt needs a single replica
         calls = [replica.call("generate", share, version, greedy) for replica, share in busy]
         return RayFuture(calls, merge)
+
+    def sleep(self) -> RayFuture[None]:
+        return RayFuture(self._all("sleep"), lambda results: None)
 
     def _all(self, method: str, *args: Any) -> list[Call]:
         return [replica.call(method, *args) for replica in self.replicas]

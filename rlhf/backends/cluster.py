@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhf.config.cluster import Cluster
+from rlhf.config.cluster import Cluster, Device
 from rlhf.errors import ClusterError, RlhfError, RoleDied, RoleFailed, one_line
 from rlhf.stopping import watch
 
@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 SLOT = "slot"
 """Custom resource that stands for a device on CPU: bundles of CPUs would never be ready on a small machine."""
+
+GPU = "GPU"
+"""Ray's own resource for GPUs; actors with a share of one see that one only."""
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -162,6 +165,7 @@ class RayCluster:
 
     def __init__(self, spec: Cluster, bundles: int) -> None:
         self.spec = spec
+        self.resource = SLOT if spec.device is Device.cpu else GPU
         self.started = False
         self.group: PlacementGroup | None = None
         self.processes: list[Process] = []
@@ -176,15 +180,15 @@ class RayCluster:
         node_of = placement_group_table(self.group)["bundles_to_node_id"]
         self.nodes: list[str] = [node_of[bundle] for bundle in range(bundles)]
         """The node of each bundle."""
-        self.environment = {
-            "OMP_NUM_THREADS": str(spec.threads or threads_each(self.nodes, len(os.sched_getaffinity(0)))),
-            "CUDA_VISIBLE_DEVICES": "",  # device=cpu holds on a machine with GPUs, too
-        }
+        threads = spec.threads or threads_each(self.nodes, len(os.sched_getaffinity(0)))
+        self.environment = {"OMP_NUM_THREADS": str(threads)}
+        if spec.device is Device.cpu:
+            self.environment["CUDA_VISIBLE_DEVICES"] = ""  # holds on a machine with GPUs, too
 
     def _start(self, bundles: int) -> None:
         own_cluster: dict[str, Any] = {
             "include_dashboard": False,
-            "resources": {SLOT: bundles},
+            "resources": {SLOT: bundles} if self.spec.device is Device.cpu else None,  # Ray finds GPUs itself
             "object_store_memory": int(self.spec.object_store_gb * 2**30),
         }
         # Ray warns of changes in versions to come, and prints the errors that follow from one we report already.
@@ -208,19 +212,24 @@ class RayCluster:
                 ) from error
             raise ClusterError(
                 f"no Ray cluster at cluster.address={self.spec.address} ({last_words(error)}); start one with `ray "
-                f"start --head --resources='{{\"{SLOT}\": {bundles}}}'`, or use cluster.address=null"
+                f"start --head{self._resources(bundles)}`, or use cluster.address=null"
             ) from error
         watch()  # ray.init has put its own handler of SIGTERM in place
 
     def _reserve(self, bundles: int) -> PlacementGroup:
         """One bundle a device. More than the cluster has is an error; more than is free waits in Ray's queue."""
-        total = ray.cluster_resources().get(SLOT, 0)
+        total = ray.cluster_resources().get(self.resource, 0)
+        if total < bundles and self.spec.device is Device.cuda:
+            raise ClusterError(
+                f"the run needs {bundles} GPU(s), the Ray cluster has {total:g}; lower train.gpus and rollout.gpus, or "
+                "use cluster.device=cpu"
+            )
         if total < bundles:
             raise ClusterError(
                 f"the run needs {bundles} device(s), the Ray cluster has {total:g} of resource '{SLOT}'; start its "
-                f"nodes with `--resources='{{\"{SLOT}\": {bundles}}}'` or lower train.gpus and rollout.gpus"
+                f"nodes with `{self._resources(bundles).strip()}` or lower train.gpus and rollout.gpus"
             )
-        group = placement_group([{SLOT: 1.0}] * bundles, strategy="PACK")
+        group = placement_group([{self.resource: 1.0}] * bundles, strategy="PACK")
         if not group.wait(self.spec.start_timeout_s):
             remove_placement_group(group)
             raise ClusterError(
@@ -229,13 +238,18 @@ class RayCluster:
             )
         return group
 
+    def _resources(self, bundles: int) -> str:
+        """What to add to `ray start` so that a node has the devices."""
+        return f" --resources='{{\"{SLOT}\": {bundles}}}'" if self.spec.device is Device.cpu else ""
+
     def start(
         self, name: str, cls: type, *args: Any, bundle: int, share: float, environment: dict[str, str]
     ) -> Process:
         """`cls(*args)` as a Ray actor with a share of one device."""
+        device = {"resources": {SLOT: share}} if self.spec.device is Device.cpu else {"num_gpus": share}
         actor = ray.remote(cls).options(
             num_cpus=0,
-            resources={SLOT: share},
+            **device,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
             runtime_env={"env_vars": {**self.environment, **environment}},
         )

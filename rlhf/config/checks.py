@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf.config.algo import GKD
-from rlhf.config.base import refuse_unused, require
+from rlhf.config.base import not_yet, refuse_unused, require
+from rlhf.config.cluster import Device
 from rlhf.config.data import FileData, HubData
 from rlhf.config.distill import NoDistill
 from rlhf.config.reward import NoReward
@@ -46,6 +47,8 @@ def check(run: Run) -> None:
         f"train.gpus={run.train.gpus} train.tensor_parallel={run.train.tensor_parallel} make; use "
         f"eval.samples={run.train.data_parallel} or more, or eval.samples=0",
     )
+    if run.cluster.device is Device.cuda and run.train.gpus > 1:
+        raise not_yet(f"cluster.device=cuda with train.gpus={run.train.gpus}", "one GPU, or cluster.device=cpu")
     if run.eval.samples == 0 and isinstance(run.data, FileData | HubData):
         why = "with eval.samples=0 (no evaluation)"
         refuse_unused(run.data, "data", ("eval_path", "eval_split"), why, "use eval.samples=16")

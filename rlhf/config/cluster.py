@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from rlhf.config.base import not_yet, refuse_unused, require, require_at_least, require_positive, require_text
+from rlhf.config.base import refuse_unused, require, require_at_least, require_positive, require_text
 
 
 class Device(Enum):
@@ -15,7 +15,7 @@ class Device(Enum):
     cpu = "cpu"
     """One process; placed through the custom Ray resource `slot`."""
     cuda = "cuda"
-    """One NVIDIA GPU. Not available yet."""
+    """One NVIDIA GPU, as the Ray resource `GPU`; roles that share it take turns."""
 
 
 @dataclass(kw_only=True)
@@ -23,7 +23,7 @@ class Cluster:
     """Where Ray runs."""
 
     device: Device = Device.cpu
-    """cpu | cuda (not available yet)."""
+    """cpu | cuda."""
     address: str | None = None
     """HOST:PORT of a running Ray cluster, or `auto` on one of its nodes; null starts one on this machine."""
     threads: int | None = None
@@ -34,8 +34,6 @@ class Cluster:
     """How long to wait for devices and for the processes to come up, in seconds."""
 
     def __post_init__(self) -> None:
-        if self.device is not Device.cpu:
-            raise not_yet("cluster.device=cuda", "cluster.device=cpu")
         if self.threads is not None:
             require_at_least("cluster.threads", self.threads, 1)
         require_at_least("cluster.object_store_gb", self.object_store_gb, 0.1)

@@ -23,6 +23,8 @@ class Logger:
 
     console: bool = True
     """Progress bars and one line of metrics a step."""
+    rollouts: bool = False
+    """Write every sample to `rollouts.jsonl` in the run's folder: step, text, token ids, log-probabilities."""
     jsonl: bool = True
     """metrics.jsonl in the run's folder: one object a step."""
     tensorboard: bool = True

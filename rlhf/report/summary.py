@@ -18,6 +18,14 @@ from rlhf.errors import DataError, RlhfError
 from rlhf.types import Metrics
 
 FILE = "summary.json"
+FILES = {
+    "metrics": "metrics.jsonl",
+    "rollouts": "rollouts.jsonl",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "curves": "curves.svg",
+}
+"""What a run may have left beside it, as the summary lists it."""
 SAMPLE_LINES = 6
 """A completion is shown up to here."""
 PHASES = ("rollout", "score", "train", "sync")
@@ -151,7 +159,13 @@ def _phases(summary: RunSummary) -> Table:
 def _files(summary: RunSummary) -> Iterator[tuple[str, str]]:
     run_dir = Path(summary.directory)
     yield "run", shown_path(run_dir)
-    names = {"metrics": "metrics.jsonl", "tensorboard": "tensorboard", "wandb": "wandb", "curves": "curves.svg"}
+    names = {
+        "metrics": "metrics.jsonl",
+        "rollouts": "rollouts.jsonl",
+        "tensorboard": "tensorboard",
+        "wandb": "wandb",
+        "curves": "curves.svg",
+    }
     yield from ((title, shown_path(run_dir / name)) for title, name in names.items() if (run_dir / name).exists())
     yield from (("checkpoint", shown_path(Path(path))) for path in summary.saved)
     if summary.checkpoint:

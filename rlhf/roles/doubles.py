@@ -41,7 +41,7 @@ class Event(NamedTuple):
     """One call of a role that went well."""
 
     call: str
-    """update, generate, greedy, score, train, evaluate or save."""
+    """update, generate, greedy, sleep, score, train, evaluate or save."""
     version: int | None
     """Of the weights the role held after the call; None for the teacher, whose weights never change."""
     what: Any
@@ -180,6 +180,11 @@ class DoubleEngine(Engine):
         )
         self.events.append(Event("greedy" if greedy else "generate", version, prompts))
         return Done(Rollouts(version, sequences, np.array([row[-1] == self.stop_token for row in responses])))
+
+    def sleep(self) -> Done[None]:
+        """Nothing but the event, as on CPU."""
+        self.events.append(Event("sleep", self.version or 0, None))
+        return Done(None)
 
     def _response(self, entropy: list[int]) -> np.ndarray:
         tokens = np.random.default_rng(entropy).integers(0, self.vocabulary, self.max_new_tokens).astype(np.int32)

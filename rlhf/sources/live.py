@@ -47,6 +47,7 @@ class LiveSource:
             with self._timed("rollout", seconds):
                 prompts = prompts_of(self.table, self.cursor.take(self.batch_samples), seed=self.seed, step=step)
                 rollouts = self.engine.generate(prompts, version).result()
+                self.engine.sleep().result()
             minibatches = self.make_minibatches(rollouts.sequences)
             with self._timed("score", seconds):
                 self.scorer.score(rollouts.sequences, minibatches).result()

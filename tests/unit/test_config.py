@@ -145,7 +145,6 @@ OUT_OF_RANGE = [
     "algo.lmbda=-1",
     "algo.lmbda=2",
     "algo.lmbda=0.5",
-    "cluster.device=cuda",
     "cluster.threads=0",
     "cluster.object_store_gb=0",
     "cluster.start_timeout_s=0",

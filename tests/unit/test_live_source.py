@@ -98,8 +98,8 @@ def test_every_step_syncs_evaluates_generates_scores_and_trains() -> None:
     bench = Bench(steps=2)
     experiences = bench.run()
     assert [event.call for event in bench.events] == [
-        *("update", "greedy", "evaluate", "generate", "score", "train"),
-        *("update", "generate", "score", "train"),
+        *("update", "greedy", "evaluate", "generate", "sleep", "score", "train"),
+        *("update", "generate", "sleep", "score", "train"),
         *("update", "greedy", "evaluate"),
     ]
     assert [experience.step for experience in experiences] == [1, 2]

@@ -47,8 +47,8 @@ def test_the_order_of_a_run(tmp_path: Path) -> None:
     bench = Bench(steps=2)
     run(bench, tmp_path, save_every=1)
     assert [event.call for event in bench.events] == [
-        *("update", "greedy", "evaluate", "generate", "score", "train", "save"),
-        *("update", "generate", "score", "train", "save"),
+        *("update", "greedy", "evaluate", "generate", "sleep", "score", "train", "save"),
+        *("update", "generate", "sleep", "score", "train", "save"),
         *("update", "greedy", "evaluate"),
     ]
 

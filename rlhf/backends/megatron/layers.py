@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ class RMSNorm(nn.RMSNorm):
     than this mark on the weight: its gradient is then summed over the tensor-parallel group."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
@@ -57,8 +59,44 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
 
 
+def one_by_one_attention(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None) -> Tensor:
+    """Causal attention of packed sequences, [tokens, heads, dim] each, one sequence after the other: any device."""
+    pieces = []
+    for start, stop in itertools.pairwise(rows.offsets):
+        q, k, v = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        pieces.append(causal_attention(q, k, v, scale).squeeze(0).transpose(0, 1))
+    return torch.cat(pieces)
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None) -> Tensor:
+    """The same by torch's variable-length flash attention (arXiv 2205.14135), in one call."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 takes fewer key than query heads as they are; later versions want to be told.
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    attended = varlen_attn(
+        query,
+        key,
+        value,
+        rows.cu_seqlens_q,
+        rows.cu_seqlens_kv,
+        rows.max_seqlen_q,
+        rows.max_seqlen_kv,
+        scale=scale,
+        window_size=(-1, 0),  # causal
+        **grouped,
+    )
+    assert isinstance(attended, Tensor), "no log-sum-exp was asked for"
+    return attended
+
+
+def can_use_flash(query: Tensor) -> bool:
+    """Flash attention is for GPUs and two-byte numbers."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
 class CoreAttention(MegatronModule):
-    """Megatron's `core_attention` on torch's scaled dot product attention: padded rows or packed sequences."""
+    """Megatron's `core_attention` on torch's own attention: padded rows or packed sequences."""
 
     def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__(config=config)
@@ -80,12 +118,8 @@ class CoreAttention(MegatronModule):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = causal_attention(q, k, v, self.scale)
             return out.permute(2, 0, 1, 3).flatten(2)
-        pieces = []
-        offsets = packed_seq_params.offsets
-        for start, stop in itertools.pairwise(offsets):
-            q, k, v = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-            pieces.append(causal_attention(q, k, v, self.scale).squeeze(0).transpose(0, 1))
-        return torch.cat(pieces).flatten(1)
+        packed_attention = flash_attention if can_use_flash(query) else one_by_one_attention
+        return packed_attention(query, key, value, packed_seq_params, self.scale).flatten(1)
 
 
 class HiddenRows(tensor_parallel.ColumnParallelLinear):

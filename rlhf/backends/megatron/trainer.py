@@ -25,6 +25,7 @@ from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.model import architecture_of, forward, load_model, select_rows
 from rlhf.backends.megatron.partition import Partition
 from rlhf.backends.megatron.setup import TrainerSetup
+from rlhf.backends.weight_sync import to_send
 from rlhf.batching import MicroBatch, pack
 from rlhf.errors import MisalignedScores, TrainingDiverged
 from rlhf.losses.divergence import forward_and_reverse_kl
@@ -59,6 +60,8 @@ class MegatronTrainer:
         self.rank = rank
         self.version = 0
         self._scores: dict[int, Any] = {}
+        self._lent: list[Tensor] = []
+        """What an engine on the same GPU is reading; see `buckets`."""
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store or dist.HashStore(), rank=rank, world_size=setup.train.gpus)
         parallel_state.initialize_model_parallel(setup.train.tensor_parallel)
@@ -124,6 +127,7 @@ class MegatronTrainer:
         """One optimizer step a minibatch. Returns metrics averaged over the response tokens of all of them."""
         totals, grad_norms, lr = Totals(), [], 0.0
         started = time.perf_counter()
+        self._take_back()
         self.ddp.train()
         for minibatch in experience.minibatches:
             totals += self._over_data_parallel(self.accumulate_gradients(experience.sequences, minibatch))
@@ -240,19 +244,29 @@ class MegatronTrainer:
         Rank 0 yields them; meanwhile the other ranks that share its model call `take_part_in_export`.
         """
         names: list[str] = []
-        arrays: list[np.ndarray] = []
+        arrays: list[Any] = []
+        size = 0
 
         def bucket() -> Bucket:
             return Bucket(self.version, tuple(names), tuple(arrays), (dtype,) * len(names))
 
         for name, tensor in self.student.tensors():
-            array = to_numpy(tensor.to(getattr(torch, dtype)))
-            if arrays and sum(held.nbytes for held in arrays) + array.nbytes > max_bytes:
+            tensor = tensor.to(getattr(torch, dtype))
+            if arrays and size + tensor.nbytes > max_bytes:
                 yield bucket()
-                names, arrays = [], []
+                names, arrays, size = [], [], 0
             names.append(name)
-            arrays.append(array)
+            arrays.append(to_send(tensor))
+            size += tensor.nbytes
+            if tensor.is_cuda:
+                self._lent.append(tensor)
         yield bucket()
+
+    def _take_back(self) -> None:
+        """The engine has loaded what was lent to it: copies are freed, and weights may change again."""
+        if self._lent:
+            self._lent.clear()
+            torch.cuda.ipc_collect()
 
     def take_part_in_export(self) -> None:
         """Give rank 0 this rank's part of each weight."""
@@ -271,9 +285,3 @@ class MegatronTrainer:
             save_hf(folder, self.student.tensors(), self.setup.student, dtype=self.setup.train.dtype.value)
         elif self.rank < self.setup.train.tensor_parallel:
             self.take_part_in_export()
-
-
-def to_numpy(tensor: Tensor) -> np.ndarray:
-    """A host copy; bfloat16, which numpy lacks, as its 16 bits."""
-    tensor = tensor.detach().to("cpu", copy=True).contiguous()
-    return tensor.view(torch.uint16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors import safe_open
 
 from rlhf.assets import read_config, weight_files
 from rlhf.backends.vllm.setup import EngineSetup
+from rlhf.backends.weight_sync import received
 from rlhf.errors import StaleWeights
 from rlhf.types import Bucket, Prompts, Rollouts, Sequences, offsets_of
 
@@ -19,8 +19,12 @@ class VllmEngine:
 
     def __init__(self, setup: EngineSetup) -> None:
         from vllm import LLM
+        from vllm.platforms import current_platform
 
         rollout = setup.rollout
+        self.sleeps = current_platform.is_cuda()
+        """Give the GPU's memory to the others between generations; vLLM has no sleep on CPU."""
+        self._asleep = False
         self.setup = setup
         self.version: int | None = None
         """Version of the weights held; None before the first update and while one is under way."""
@@ -40,12 +44,14 @@ class VllmEngine:
             worker_extension_cls="rlhf.backends.vllm.extension.WeightUpdates",
             logprobs_mode="processed_logprobs",  # of the distribution the tokens were drawn from
             seed=setup.seed,
+            **(ON_A_SHARED_GPU if self.sleeps else {}),
         )
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
         """From here until `finish_update` the engine holds no usable weights."""
+        self._wake("weights")
         self.version = self._arriving = None
         self._missing = set(self._expected)
         self.llm.collective_rpc("rlhf_begin_update")
@@ -59,7 +65,7 @@ class VllmEngine:
         if self._arriving not in (None, bucket.version):
             raise StaleWeights(f"one update mixes weights of versions {self._arriving} and {bucket.version}")
         self._arriving = bucket.version
-        tensors = [to_tensor(array, dtype) for array, dtype in zip(bucket.arrays, bucket.dtypes, strict=True)]
+        tensors = [received(array, dtype) for array, dtype in zip(bucket.arrays, bucket.dtypes, strict=True)]
         self.llm.collective_rpc("rlhf_load", args=(list(zip(bucket.names, tensors, strict=True)),))
         self._missing -= set(bucket.names)
 
@@ -75,10 +81,23 @@ class VllmEngine:
                 f"{len(self._expected)} tensors, the first is {min(self._missing, default='')}"
             )
         self.llm.collective_rpc("rlhf_finish_update")
+        self._wake("kv_cache")
+        self._asleep = False
         if not self.llm.reset_prefix_cache():  # cached keys and values belong to the old weights
             raise StaleWeights("vLLM kept its prefix cache, whose contents belong to the old weights")
         self.version = self._arriving
         return self.version
+
+    def _wake(self, what: str) -> None:
+        if self._asleep:
+            self.llm.wake_up(tags=[what])
+
+    def sleep(self) -> None:
+        """Drop weights and cache until the next update, which brings weights anyway; on CPU, do nothing."""
+        if self.sleeps and not self._asleep:
+            self.llm.sleep(level=2)
+            self._asleep = True
+            self.version = None
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
@@ -131,6 +150,13 @@ class VllmEngine:
         return Rollouts(version, sequences, np.array([output.finish_reason == "stop" for output in outputs]))
 
 
+ON_A_SHARED_GPU = {
+    "enable_sleep_mode": True,
+    # vLLM wants this share of the memory to be free when it starts. The cache has a size of its own.
+    "gpu_memory_utilization": 0.01,
+}
+
+
 def tensor_names(folder: Path) -> frozenset[str]:
     """Names of the weights of a Hugging Face folder, without a head that is tied to the embedding."""
     names: set[str] = set()
@@ -138,9 +164,3 @@ def tensor_names(folder: Path) -> frozenset[str]:
         with safe_open(file, "pt") as tensors:
             names |= set(tensors.keys())
     return frozenset(names - {"lm_head.weight"} if read_config(folder).get("tie_word_embeddings") else names)
-
-
-def to_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """A received array as a tensor of its own (what the object store hands out is read-only)."""
-    tensor = torch.from_numpy(array.copy())
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

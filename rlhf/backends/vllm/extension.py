@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 
 class WeightUpdates:
     """Methods reached through `collective_rpc`; `self` is vLLM's worker."""
@@ -36,7 +38,9 @@ class WeightUpdates:
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.model_config)
-        if self.model_config.hf_config.tie_word_embeddings:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # from here on the trainer may change what it lent
+        elif self.model_config.hf_config.tie_word_embeddings:
             # The reload updates the embedding's weight only. The head shares it, but on CPU it multiplies with a
             # repacked copy, which must be made again or the head keeps the weights of before.
             model.lm_head.tie_weights(model.model.embed_tokens)

@@ -1,0 +1,67 @@
+"""`rollouts.jsonl`: what the student wrote, one object a sample, to read or to train on again.
+
+`{"step": 3, "sample_id": 17, "prompt": "...", "response": "...", "prompt_tokens": [...], "response_tokens": [...],
+"logprobs": [...]}`; the log-probabilities are those of the sampler, one a response token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf.types import Experience, Sequences, offsets_of, ragged
+
+FILE = "rollouts.jsonl"
+
+
+def recorded(source: Iterable[Experience], run_dir: Path, tokenizer: Any) -> Iterator[Experience]:
+    """The experiences of `source`, each written down before it is trained on."""
+    with (run_dir / FILE).open("a", encoding="utf-8") as file:
+        for experience in source:
+            for row in rows_of(experience.step, experience.sequences, tokenizer):
+                file.write(json.dumps(row) + "\n")
+            file.flush()
+            yield experience
+
+
+def rows_of(step: int, sequences: Sequences, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """One object a sample."""
+    logprobs = None
+    if sequences.logprobs is not None:
+        logprobs = list(ragged(sequences.response_offsets, sequences.logprobs))
+    for index, tokens in enumerate(sequences.rows()):
+        prompt, response = np.split(tokens, [sequences.prompt_lengths[index]])
+        yield {
+            "step": step,
+            "sample_id": int(sequences.sample_ids[index]),
+            "prompt": tokenizer.decode(prompt),
+            "response": tokenizer.decode(response),
+            "prompt_tokens": prompt.tolist(),
+            "response_tokens": response.tolist(),
+            "logprobs": None if logprobs is None else [round(float(value), 6) for value in logprobs[index]],
+        }
+
+
+def read(run_dir: Path) -> dict[int, Sequences]:
+    """Step -> its samples, as they were."""
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for line in (run_dir / FILE).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        steps.setdefault(row["step"], []).append(row)
+    return {step: _sequences(rows) for step, rows in steps.items()}
+
+
+def _sequences(rows: list[dict[str, Any]]) -> Sequences:
+    samples = [row["prompt_tokens"] + row["response_tokens"] for row in rows]
+    logprobs = [row["logprobs"] for row in rows]
+    return Sequences(
+        sample_ids=np.array([row["sample_id"] for row in rows], dtype=np.int64),
+        tokens=np.concatenate(samples).astype(np.int32),
+        offsets=offsets_of([len(sample) for sample in samples]),
+        prompt_lengths=np.array([len(row["prompt_tokens"]) for row in rows], dtype=np.int32),
+        logprobs=None if logprobs[0] is None else np.concatenate(logprobs).astype(np.float32),
+    )

@@ -1,0 +1,46 @@
+"""What the student wrote, written down and read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from rlhf.loggers.rollouts import FILE, read, recorded
+from rlhf.types import Experience, Sequences, offsets_of
+from tests.unit.tiny import tiny_tokenizer
+
+
+def experience(step: int, logprobs: bool = True) -> Experience:
+    tokens = tiny_tokenizer()("what is the answer to apples and pears", return_tensors="np")["input_ids"][0]
+    half = len(tokens) // 2
+    lengths = [half, len(tokens) - half]
+    sequences = Sequences(
+        sample_ids=np.array([7, 8]) + step,
+        tokens=tokens.astype(np.int32),
+        offsets=offsets_of(lengths),
+        prompt_lengths=np.array([2, 3], dtype=np.int32),
+        logprobs=-np.linspace(0.1, 1, len(tokens) - 5).astype(np.float32) if logprobs else None,
+    )
+    return Experience(step=step, version=step - 1, sequences=sequences, minibatches=())
+
+
+def test_written_before_training_and_read_back_as_it_was(tmp_path: Path) -> None:
+    made = [experience(1), experience(2)]
+    for given, passed_on in zip(made, recorded(made, tmp_path, tiny_tokenizer()), strict=True):
+        assert passed_on is given
+        assert len((tmp_path / FILE).read_text().splitlines()) == 2 * given.step
+    for step, sequences in read(tmp_path).items():
+        expected = made[step - 1].sequences
+        for name in ("sample_ids", "tokens", "offsets", "prompt_lengths"):
+            assert np.array_equal(getattr(sequences, name), getattr(expected, name)), name
+        assert sequences.logprobs is not None and expected.logprobs is not None
+        assert np.allclose(sequences.logprobs, expected.logprobs, atol=1e-6)
+    rows = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    assert (rows[0]["prompt"] + rows[0]["response"] + rows[1]["prompt"] + rows[1]["response"]).startswith("what is the")
+
+
+def test_dataset_responses_have_no_logprobs(tmp_path: Path) -> None:
+    list(recorded([experience(1, logprobs=False)], tmp_path, tiny_tokenizer()))
+    assert read(tmp_path)[1].logprobs is None
