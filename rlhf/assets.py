@@ -104,7 +104,7 @@ def weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{folder}: {INDEX} names {', '.join(missing)}, but there is no such file")
         if single.is_file() and single not in files:
             raise ModelError(
-                f"{folder} holds both {single.name} and an {INDEX} that names other files; remove the one that is old"
+                f"{folder} holds both {single.name} and a {INDEX} that names other files; remove the one that is old"
             )
         return files
     return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,7 @@ def check_inputs(run: Run) -> Inputs:
         ModelError, DataError, ConfigError: in one line, with the key and the remedy.
     """
     name = f"model.path={run.model.path}"
-    student = assets.resolve(run.model.path)
-    architecture = check_checkpoint(student, name)
-    if run.model.drop_layers:
-        student = assets.resolve(run.model.path, run.model.drop_layers)
-        architecture = check_checkpoint(student, name)
+    student, architecture = check_student(run.model.path, run.model.drop_layers)
     _check_lengths(run, architecture, name)
     if run.cluster.device is Device.cpu and architecture.head_dim not in CPU_HEAD_DIMS:
         raise ModelError(
@@ -68,6 +65,16 @@ def check_inputs(run: Run) -> Inputs:
         eval_needs_response=run.eval.samples > 0 and run.eval.responses is EvalResponses.dataset,
     )
     return Inputs(student, teacher, architecture, tokenizer, stop_token_ids, dataset)
+
+
+def check_student(path: str, drop_layers: Sequence[int]) -> tuple[Path, Architecture]:
+    """The student's folder and its architecture. Layers are dropped from a checkpoint only once it is known whole."""
+    folder = assets.resolve(path)
+    architecture = check_checkpoint(folder, f"model.path={path}")
+    if drop_layers:
+        folder = assets.resolve(path, drop_layers)
+        architecture = check_checkpoint(folder, f"model.path={path}")
+    return folder, architecture
 
 
 def check_checkpoint(folder: Path, name: str) -> Architecture:
