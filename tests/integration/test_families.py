@@ -46,7 +46,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("qwen2", dict(tie_word_embeddings=True)),
     "qwen3": ("qwen3", WIDE),
     "qwen3-tied": ("qwen3", {**WIDE, "tie_word_embeddings": True}),
-    "qwen3-attention-bias": ("qwen3", {**WIDE, "attention_bias": True}),
 }
 """Name -> `model_type`, and what differs from SHAPE."""
 SHAPE = dict(

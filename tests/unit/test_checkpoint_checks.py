@@ -287,6 +287,14 @@ def test_published_models_read_as_transformers_reads_them(name: str) -> None:
     agree(ours, config)
 
 
+def test_biases_are_optional_in_llama_only() -> None:
+    llama = Architecture.from_config({**REAL["Llama-3.2-1B"], "attention_bias": True, "mlp_bias": True}, "it")
+    assert (llama.qkv_bias, llama.proj_bias, llama.mlp_bias) == (True, True, True)
+    for name in ("Qwen3-0.6B", "Mistral-7B-v0.3"):
+        with pytest.raises(ModelError, match="has attention_bias=true, implemented: false"):
+            Architecture.from_config({**REAL[name], "attention_bias": True}, "it")
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_absent_fields_mean_what_transformers_takes(name: str) -> None:
     config = {

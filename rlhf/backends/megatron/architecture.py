@@ -25,8 +25,8 @@ class Family:
     model_type: str
     qkv_bias: bool = False
     """Query, key and value always have a bias, and the output projection never."""
-    optional_bias: frozenset[str] = frozenset()
-    """Which of attention_bias and mlp_bias a checkpoint may turn on."""
+    optional_biases: bool = False
+    """A checkpoint may turn on attention_bias and mlp_bias. (vLLM's Qwen3 would lose the output projection's.)"""
     qk_norm: bool = False
     window_switch: bool = False
     """`sliding_window` counts only where `use_sliding_window` is true."""
@@ -35,17 +35,18 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", optional_bias=frozenset({"attention_bias", "mlp_bias"})),
+    "LlamaForCausalLM": Family("llama", optional_biases=True),
     "MistralForCausalLM": Family("mistral", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, window_switch=True, defaults={"num_key_value_heads": 32}),
     "Qwen3ForCausalLM": Family(
         "qwen3",
         qk_norm=True,
         window_switch=True,
-        optional_bias=frozenset({"attention_bias"}),
         defaults={"num_key_value_heads": 32, "head_dim": 128},
     ),
 }
+
+OPTIONAL_BIASES = ("attention_bias", "mlp_bias")
 
 READ = {
     "architectures",
@@ -211,7 +212,8 @@ def _refuse_other_values(fields: Fields, family: Family) -> None:
         value = fields.values.get(name)
         # 1 == True in Python, but not in JSON
         same = any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
-        if value is not None and not same and not (name in family.optional_bias and value is True):
+        optional = name in OPTIONAL_BIASES and family.optional_biases and value is True
+        if value is not None and not same and not optional:
             allowed = f"implemented: {shown(values[0])}" if values else "which isn't implemented"
             raise ModelError(f"{fields.where}: config.json has {name}={shown(value)}, {allowed}")
 
