@@ -179,6 +179,8 @@ def edit(folder: Path, **fields: Any) -> None:
         ({"sliding_window": 16}, "sliding_window=16 .*; implemented: null"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*, expected null, or "),
         ({"quantization_config": {"bits": 4}}, r'quantization_config=\{"bits": 4\}, which isn\'t implemented'),
+        ({"attention_chunk_size": 64}, "attention_chunk_size=64, which isn't implemented"),
+        ({"pad_token_id": 512}, "pad_token_id=512, expected less than vocab_size=512"),
         ({"logit_scale": 0.5}, r"logit_scale=0\.5, implemented: 1"),
         ({"initializer_range": "wide"}, "transformers refuses config.json: .*initializer_range"),
     ],

@@ -59,6 +59,7 @@ READ = {
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
+    "pad_token_id",
     "rms_norm_eps",
     "sliding_window",
     "tie_word_embeddings",
@@ -79,8 +80,9 @@ IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, 0),
     "quantization_config": (),
     "use_sliding_window": (False,),
-    # transformers' classes of these families don't have the following; vLLM's models act on them all the same
+    # transformers' classes of these families don't have the following; its shared code or vLLM acts on them all the same
     "ada_rms_norm_t_cond": (False,),
+    "attention_chunk_size": (),
     "bias": (False,),
     "compression_config": (),
     "dual_chunk_attention_config": (),
@@ -91,9 +93,9 @@ IMPLEMENTED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that change what a model computes, with the values the layer spec implements; null always is."""
 
-HARMLESS = {"bos_token_id", "eos_token_id", "initializer_range", "max_window_layers", "pad_token_id", "use_cache"}
-"""Fields of these families that say nothing of the computation: how weights begin, special tokens, the cache of
-generation, and which layers would have the sliding window that is refused anyway."""
+HARMLESS = {"bos_token_id", "eos_token_id", "initializer_range", "max_window_layers", "use_cache"}
+"""Fields of these families that say nothing of the computation: how weights begin, special tokens, the cache
+of generation, and which layers would have the sliding window that is refused anyway."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,9 @@ class Architecture:
         head_dim = fields.count("head_dim", hidden // heads)
         if head_dim % 2:
             raise ModelError(f"{where}: config.json gives heads of {head_dim} dimensions; RoPE needs an even number")
+        vocab, padding = fields.count("vocab_size"), fields.values.get("pad_token_id")
+        if type(padding) is int and padding >= vocab:
+            raise fields.wrong("pad_token_id", f"less than vocab_size={vocab}: transformers can't load such a model")
         rope = read_rope(fields)
         attention_bias = fields.flag("attention_bias", False)
         return Architecture(
@@ -154,7 +159,7 @@ class Architecture:
             heads=heads,
             kv_groups=kv_groups,
             head_dim=head_dim,
-            vocab=fields.count("vocab_size"),
+            vocab=vocab,
             norm_eps=fields.positive("rms_norm_eps"),
             rope_theta=rope.theta,
             rope_scaling=rope.scaling,
