@@ -16,7 +16,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from rlhf import assets
+from rlhf.backends.megatron import architecture
 from rlhf.backends.megatron.architecture import FAMILIES, Architecture, refuse_unknown_fields
+from rlhf.backends.megatron.fields import Fields
 from rlhf.backends.megatron.tensors import SHAPES
 from rlhf.errors import ModelError
 from rlhf.preflight import check_checkpoint, check_student
@@ -281,6 +283,23 @@ def test_a_field_that_transformers_knows_and_we_do_not(folder: Path, monkeypatch
     )
 
 
+def test_the_fields_said_to_be_read_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[str] = set()
+
+    class Recorder(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            asked.add(name)
+            return super().get(name, default)
+
+        def __contains__(self, name: object) -> bool:
+            asked.add(str(name))
+            return super().__contains__(name)
+
+    monkeypatch.setattr(architecture, "Fields", lambda values, where: Fields(Recorder(values), where))
+    Architecture.from_config(Recorder(REAL["Mistral-7B-v0.3"]), "it")
+    assert asked == architecture.READ | architecture.IMPLEMENTED.keys()
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_published_models_read_as_transformers_reads_them(name: str) -> None:
     config = REAL[name]
@@ -470,8 +489,8 @@ def test_a_fault_of_the_source_is_found_before_layers_are_dropped(
     with pytest.raises(ModelError, match=r"the weights hold model\.layers\.1\."):
         check_student(str(folder), [0])
     edit(folder, num_hidden_layers=2)
-    student, architecture = check_student(str(folder), [0])
-    assert student.parent == tmp_path / "cache" and architecture.layers == 1
+    student, cut = check_student(str(folder), [0])
+    assert student.parent == tmp_path / "cache" and cut.layers == 1
 
 
 def test_both_weight_tables_name_the_same_tensors() -> None:

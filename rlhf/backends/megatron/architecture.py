@@ -80,7 +80,7 @@ IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, 0),
     "quantization_config": (),
     "use_sliding_window": (False,),
-    # transformers' classes of these families don't have the following; its shared code or vLLM acts on them all the same
+    # transformers' classes of these families don't have the following; its shared code or vLLM acts on them anyway
     "ada_rms_norm_t_cond": (False,),
     "attention_chunk_size": (),
     "bias": (False,),
