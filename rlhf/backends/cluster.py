@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import psutil
@@ -95,6 +96,15 @@ def last_words(error: BaseException | None) -> str:
     return text if len(text) <= 300 else f"... {text[-300:]}"
 
 
+def remedy(error: BaseException) -> str:
+    """What to do where Ray couldn't be started: it keeps a token in the home folder and everything else elsewhere."""
+    token = Path(os.path.expanduser("~/.ray/auth_token"))
+    file = getattr(error, "filename", None)
+    if file is not None and Path(file) in (token, *token.parents):
+        return "it keeps a token in the home folder: set HOME to a folder you can write to"
+    return f"its files go to {temporary_folder()}, choose a shorter or roomier path with RAY_TMPDIR"
+
+
 class RayCluster:
     """Ray and the run's placement group. Shuts down only what it started."""
 
@@ -137,10 +147,7 @@ class RayCluster:
             )
         except (OSError, RuntimeError, ValueError) as error:
             if self.spec.address is None:
-                raise ClusterError(
-                    f"Ray could not be started here: {last_words(error)}; its files go to {temporary_folder()}, choose "
-                    "a shorter or roomier path with RAY_TMPDIR"
-                ) from error
+                raise ClusterError(f"Ray could not be started here: {last_words(error)}; {remedy(error)}") from error
             raise ClusterError(
                 f"no Ray cluster at cluster.address={self.spec.address} ({last_words(error)}); start one with `ray "
                 f"start --head --resources='{{\"{SLOT}\": {bundles}}}'`, or use cluster.address=null"
