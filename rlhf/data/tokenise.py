@@ -28,7 +28,7 @@ def tokenise_rows(rows: Sequence[Row], tokenizer: Any, spec: DataCommon) -> tupl
         than `max_length` under `truncation=error`.
 
     Raises:
-        DataError: the tokenizer has no chat template or no EOS token, or its template refuses every row.
+        DataError: the tokenizer has no chat template or no EOS token.
     """
     name = getattr(tokenizer, "name_or_path", "") or "this model"
     if not tokenizer.chat_template:
@@ -39,11 +39,10 @@ def tokenise_rows(rows: Sequence[Row], tokenizer: Any, spec: DataCommon) -> tupl
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer of {name} has no EOS token; set eos_token in its tokenizer_config.json")
 
-    check_template_args(tokenizer.get_chat_template(), spec.chat_template_args, name)
+    check_template_args(tokenizer.get_chat_template(), spec.chat_template_args)
 
     used: list[Row] = []
     bad: list[BadRow] = []
-    refusals: list[str] = []
     prompts: list[Int32[np.ndarray, " t"]] = []
     truncated: list[bool] = []
     for start in range(0, len(rows), BATCH):
@@ -52,8 +51,7 @@ def tokenise_rows(rows: Sequence[Row], tokenizer: Any, spec: DataCommon) -> tupl
         encoded = _encode(tokenizer, conversations, spec.chat_template_args)
         for row, ids in zip(batch, encoded, strict=True):
             if isinstance(ids, str):
-                refusals.append(ids)
-                bad.append(BadRow(row.where, f"the chat template refuses it: {ids}"))
+                bad.append(BadRow(row.where, ids))
             elif len(ids) > spec.max_length and spec.truncation is Truncation.error:
                 bad.append(BadRow(row.where, f"prompt has {len(ids)} tokens, data.max_length is {spec.max_length}"))
             else:
@@ -61,11 +59,6 @@ def tokenise_rows(rows: Sequence[Row], tokenizer: Any, spec: DataCommon) -> tupl
                 used.append(row)
                 prompts.append(np.asarray(cut, dtype=np.int32))
                 truncated.append(len(cut) < len(ids))
-    if len(refusals) == len(rows) > 1:
-        raise DataError(
-            f"the chat template of {name} refuses every one of {len(rows)} rows, the first because: {refusals[0]}; "
-            "use a model whose template takes these messages, or mend its chat_template.jinja"
-        )
     table = pack(
         prompts,
         _responses([row.response for row in used], tokenizer),
@@ -83,11 +76,11 @@ def with_system_prompt(messages: list[dict[str, Any]], system_prompt: str | None
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def check_template_args(template: str, arguments: dict[str, Any], name: str) -> None:
+def check_template_args(template: str, arguments: dict[str, Any]) -> None:
     """A template passes over variables it doesn't know, so a misspelt one would change nothing.
 
     Raises:
-        DataError: a variable that the template doesn't read, or a template that isn't Jinja; `name` is its model's.
+        DataError: a variable that the template doesn't read.
     """
     from jinja2 import Environment, TemplateSyntaxError, meta
 
@@ -99,7 +92,7 @@ def check_template_args(template: str, arguments: dict[str, Any], name: str) -> 
             environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template))
         )
     except TemplateSyntaxError as error:
-        raise DataError(f"the chat template of {name} can't be read: {one_line(error)}") from error
+        raise DataError(f"the tokenizer's chat template can't be read: {one_line(error)}") from error
     for name in arguments:
         if name not in known:
             own = sorted(known - {"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"})
@@ -119,7 +112,7 @@ def _encode(
             try:
                 results += _apply(tokenizer, [conversation], arguments)
             except Exception as error:
-                results.append(one_line(error)[:200])
+                results.append(f"the chat template refuses it: {one_line(error)[:200]}")
         return results
 
 
