@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
+from megatron.core import parallel_state
 
 from rlhf.algos.gkd import GKDObjective
 from rlhf.backends.megatron.setup import TrainerSetup
@@ -13,6 +15,13 @@ from rlhf.config.distill import Tail
 from rlhf.config.train import Train
 from rlhf.distill.topk import TopKDistill
 from rlhf.types import Experience, MiniBatch, Sequences, offsets_of
+
+
+def end_groups() -> None:
+    """End the process groups that a trainer made in the test's process, if there are any."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        parallel_state.destroy_model_parallel()
 
 
 def random_sequences(vocab: int, lengths: list[tuple[int, int]], seed: int = 0) -> Sequences:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ from rlhf.backends.megatron import layers, weights
 from rlhf.backends.megatron.architecture import FAMILIES, Architecture
 from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.tensors import expected_shapes
-from rlhf.backends.megatron.trainer import MegatronTrainer, Model, load_model
+from rlhf.backends.megatron.trainer import Model, load_model
 from rlhf.backends.megatron.weights import Checkpoint, export, rule_of
 from rlhf.batching import pack
 from rlhf.preflight import check_checkpoint
 from rlhf.types import MicroBatchPlan, Sequences
-from tests.integration.megatron import random_sequences, trainer_setup
-from tests.unit.tiny import save_tiny_llama
+from tests.integration.megatron import random_sequences
+
+pytestmark = pytest.mark.usefixtures("megatron_groups")
 
 LENGTHS = [(5, 11), (3, 20), (9, 2)]
 """Prompt and response tokens of each sequence."""
@@ -60,15 +60,6 @@ SHAPE = dict(
     rope_parameters=dict(rope_type="default", rope_theta=700.0),
     rms_norm_eps=1e-3,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Process groups of one rank, made by a real trainer on a throw-away model."""
-    folder = save_tiny_llama(tmp_path_factory.mktemp("groups") / "model", layers=1)
-    MegatronTrainer(trainer_setup(folder, folder))
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def save_variant(name: str, folder: Path) -> Path:

@@ -16,17 +16,8 @@ from rlhf.backends.megatron.weights import Checkpoint, export
 from rlhf.batching import pack
 from rlhf.config.train import LRSchedule, Train
 from rlhf.types import MicroBatchPlan
-from tests.integration.megatron import experience_of, random_sequences, trainer_setup
+from tests.integration.megatron import end_groups, experience_of, random_sequences, trainer_setup
 from tests.unit.tiny import save_tiny_llama
-
-
-@pytest.fixture(scope="module")
-def megatron_groups(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Process groups of one rank, made by a real trainer on throw-away models."""
-    folder = save_tiny_llama(tmp_path_factory.mktemp("groups") / "model", layers=1)
-    trainer = MegatronTrainer(trainer_setup(folder, folder))
-    yield trainer
-    torch.distributed.destroy_process_group()
 
 
 def test_padded_rows_equal_packed_rows(tmp_path: Path, megatron_groups: None) -> None:
@@ -57,11 +48,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def fresh_trainer(pair: tuple[Path, Path], **kwargs: object) -> MegatronTrainer:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
+    end_groups()
     return MegatronTrainer(trainer_setup(*pair, **kwargs))
 
 
