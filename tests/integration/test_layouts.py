@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from rlhf.backends.megatron.trainer import MegatronTrainer
 from rlhf.config.train import DType, Train
 from rlhf.types import Metrics
-from tests.integration.megatron import experience_of, leave_groups, random_sequences, save_tiny_model, trainer_setup
+from tests.integration.megatron import end_groups, experience_of, random_sequences, save_tiny_model, trainer_setup
 from tests.integration.ranks import run_ranks
 
 STEPS = 3
@@ -82,7 +82,7 @@ def train_case(case: Case, folder: Path, rank: int = 0, store: Any = None) -> Ou
     """Three optimizer steps and an evaluation."""
     train = Train(lr=3e-3, weight_decay=0.1, micro_batch_tokens=case.micro_batch_tokens, **case.layout)
     setup = trainer_setup(folder / case.family, folder / "teacher", train=train, k=case.k)
-    leave_groups()  # of a test before
+    end_groups()  # of a test before
     trainer = MegatronTrainer(setup, rank, store)
     steps = []
     for step in range(1, STEPS + 1):
@@ -101,7 +101,7 @@ def train_case(case: Case, folder: Path, rank: int = 0, store: Any = None) -> Ou
     plan = experience.minibatches[0].plan
     evaluation = trainer.evaluate(sequences, plan)
     weights = {name: tensor.float().clone().numpy() for name, tensor in trainer.student.tensors()}
-    leave_groups()
+    end_groups()
     return Outcome(steps, evaluation, weights, [len(micro_batches) for micro_batches in plan.ranks])
 
 
@@ -109,7 +109,7 @@ def round_trip(source: Path, target: Path, train: Train, rank: int = 0, store: A
     """Load a checkpoint over several ranks and save it again."""
     trainer = MegatronTrainer(trainer_setup(source, source, train=train), rank, store)
     trainer.save(target)
-    leave_groups()
+    end_groups()
 
 
 def all_cases(rank: int, world_size: int, store: Any, folder: Path) -> dict[str, Outcome]:

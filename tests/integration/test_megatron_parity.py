@@ -1,4 +1,4 @@
-"""The Megatron student against Hugging Face transformers: logits, gradients, weights there and back."""
+"""The Megatron trainer: padded and packed rows, the training step, what it saves. Families: test_families.py."""
 
 from __future__ import annotations
 
@@ -10,84 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf import assets
 from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.model import forward, load_model, select_rows
 from rlhf.backends.megatron.trainer import MegatronTrainer
-from rlhf.backends.megatron.weights import Checkpoint, export, rule_of
+from rlhf.backends.megatron.weights import Checkpoint, export
 from rlhf.batching import pack
 from rlhf.config.train import LRSchedule, Train
 from rlhf.types import MicroBatchPlan
-from tests.integration.megatron import experience_of, leave_groups, random_sequences, save_tiny_model, trainer_setup
+from tests.integration.megatron import end_groups, experience_of, random_sequences, trainer_setup
 from tests.unit.tiny import save_tiny_llama
-
-FAMILIES = ["llama", "llama-tied", "llama3", "qwen2", "qwen3", "smollm2"]
-
-
-@pytest.fixture(scope="module")
-def megatron_groups(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Process groups of one rank, made by a real trainer on throw-away models."""
-    folder = save_tiny_llama(tmp_path_factory.mktemp("groups") / "model", layers=1)
-    trainer = MegatronTrainer(trainer_setup(folder, folder))
-    yield trainer
-    leave_groups()
-
-
-def checkpoint(family: str, folder: Path) -> Path:
-    """A Hugging Face folder: random and tiny, or the real SmolLM2."""
-    if family == "smollm2":
-        return assets.resolve(assets.BUILT_IN)
-    if family == "llama":
-        return save_tiny_llama(folder, tied=False)
-    if family == "llama-tied":
-        return save_tiny_llama(folder, tied=True)
-    if family == "llama3":  # the sequences below are longer than the original context of 8
-        rope = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0)
-        rope["original_max_position_embeddings"] = 8
-        return save_tiny_llama(folder, rope_parameters=rope)
-    return save_tiny_model(folder, family)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_gradients_equal_transformers(family: str, tmp_path: Path, megatron_groups: None) -> None:
-    folder = checkpoint(family, tmp_path / "hf")
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    with megatron_device():
-        model = load_model(folder, torch.float32)
-        sequences = random_sequences(model.architecture.vocab, [(5, 11), (3, 20), (9, 2)])
-        micro = pack(sequences, MicroBatchPlan((0, 1, 2), 50), padding_free=True)
-        logits = model.head(model.hidden_rows(micro)).logits()
-        # sum(logit * fixed noise) reaches every weight; a mean would leave most gradients near zero
-        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
-        (logits * noise).sum().backward()
-
-    rows = []
-    for index, tokens in enumerate(sequences.rows()):
-        out = reference(torch.from_numpy(tokens).long()[None]).logits[0]
-        rows.append(out[sequences.prompt_lengths[index] - 1 : -1])
-    expected = torch.cat(rows)
-    (expected * noise).sum().backward()
-    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-    gradients = dict(reference.named_parameters())
-    for name, parameter in model.module.named_parameters():
-        rule, hf_names = rule_of(name)
-        for hf_name, gradient in zip(hf_names, rule.to_hf(model.architecture, parameter.grad), strict=True):
-            expected_gradient = gradients[hf_name].grad
-            error = (gradient - expected_gradient).norm() / expected_gradient.norm()
-            assert error < 1e-4, f"{hf_name}: {error:.1e}"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_export_is_bit_exact(family: str, tmp_path: Path, megatron_groups: None) -> None:
-    folder = checkpoint(family, tmp_path / "hf")
-    with megatron_device():
-        model = load_model(folder, torch.float32)
-        exported = {name: tensor.clone() for name, tensor in export(model.module, model.architecture)}
-    stored = Checkpoint(folder)
-    assert set(exported) == stored.names
-    for name, tensor in exported.items():
-        assert torch.equal(tensor.to(stored[name].dtype), stored[name]), name
 
 
 def test_padded_rows_equal_packed_rows(tmp_path: Path, megatron_groups: None) -> None:
@@ -118,7 +49,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def fresh_trainer(pair: tuple[Path, Path], **kwargs: object) -> MegatronTrainer:
-    leave_groups()
+    end_groups()
     return MegatronTrainer(trainer_setup(*pair, **kwargs))
 
 

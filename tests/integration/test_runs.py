@@ -7,6 +7,7 @@ import math
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -198,7 +199,8 @@ def test_a_sweep_in_bfloat16(world: tuple[Path, list[str]], tmp_path: Path) -> N
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_one_line(world: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """Found while the trainer loads it, in a process of its own; the reason arrives, and nothing is left running."""
+    """The driver finds it before anything starts. Had it changed since, the trainer would, in a process
+    of its own: the reason arrives, and nothing is left running."""
     from safetensors.torch import load_file, save_file
 
     broken = tmp_path / "teacher"
@@ -206,7 +208,14 @@ def test_a_checkpoint_that_lacks_a_tensor_is_one_line(world: tuple[Path, list[st
     tensors = load_file(broken / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    done = launch([*world[1], f"teacher.model={broken}", "run.name=broken"], tmp_path)
+    arguments = [*world[1], f"teacher.model={broken}", "run.name=broken"]
+    done = launch(arguments, tmp_path)
+    lacks = "the weights lack model.layers.1.mlp.up_proj.weight; config.json and the weights don't belong together"
+    assert done.returncode == 1 and done.stderr == f"error: teacher.model={broken}: {lacks}\n"
+    assert not (tmp_path / "outputs").exists()
+
+    unchecked = "import rlhf.launch, rlhf.preflight as p; p.check_weights = lambda *_: None; rlhf.launch.main()"
+    done = launch(arguments, tmp_path, command=[sys.executable, "-c", unchecked])
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and "the checkpoint has no tensor model.layers.1.mlp.up_proj.weight" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import threading
@@ -29,6 +30,13 @@ def test_folder_is_taken_as_it_is(tiny: Path) -> None:
     assert assets.resolve(str(tiny)) == tiny.resolve()
     assert assets.read_config(tiny)["num_hidden_layers"] == 4
     assert [file.name for file in assets.weight_files(tiny)] == ["model.safetensors"]
+
+
+def test_a_tilde_is_the_home_folder(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tiny.parent))
+    assert assets.resolve("~/tiny") == tiny.resolve()
+    with pytest.raises(ModelError, match=r"teacher\.model=~nobody-of-that-name/x can't be looked up: Could not determ"):
+        assets.resolve("~nobody-of-that-name/x", key="teacher.model")
 
 
 def test_unusable_paths_say_what_to_do(tmp_path: Path) -> None:
@@ -157,8 +165,21 @@ def test_broken_files_are_named(tiny: Path, tmp_path: Path, cache: Path) -> None
 def test_cache_that_cannot_be_written(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ModelError, match=r"can't write to the cache folder.*RLHF_CACHE"):
+    with pytest.raises(ModelError, match=r"can't write to the cache folder.*Not a directory; set RLHF_CACHE"):
         assets.resolve(str(tiny), drop_layers=[0])
+    monkeypatch.delenv("RLHF_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"can't write to the cache folder.*/file/\.cache/rlhf.*set RLHF_CACHE"):
+        assets.resolve(str(tiny), drop_layers=[0])
+
+
+def test_a_disk_that_is_full_while_building(cache: Path) -> None:
+    def build(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ModelError, match=r"can't write to the cache folder.*No space left on device; set RLHF_CACHE"):
+        assets._cached("x", build)
+    assert list(cache.iterdir()) == []
 
 
 def test_two_builders_at_once_agree(cache: Path) -> None:

@@ -17,6 +17,7 @@ from tests.unit.test_execute import run_of
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "hidden_size": 576,
     "intermediate_size": 1536,
     "num_hidden_layers": 30,

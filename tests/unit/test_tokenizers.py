@@ -63,13 +63,20 @@ def test_other_eos_is_named(tmp_path: Path) -> None:
 
 def test_stop_token_ids(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
-    assert stop_token_ids(tmp_path, tokenizer) == (2,)
+    assert stop_token_ids(tmp_path, tokenizer, 512) == (2,)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
-    assert stop_token_ids(tmp_path, tokenizer) == (0, 2, 7)
+    assert stop_token_ids(tmp_path, tokenizer, 512) == (0, 2, 7)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
     tokenizer.eos_token = None
-    assert stop_token_ids(tmp_path, tokenizer) == (0, 2)
+    assert stop_token_ids(tmp_path, tokenizer, 512) == (0, 2)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "2"}))
     with pytest.raises(ModelError, match=r"config\.json: eos_token_id is '2', expected a token id"):
-        stop_token_ids(tmp_path, tokenizer)
+        stop_token_ids(tmp_path, tokenizer, 512)
+    for outside in (512, -1):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, outside]}))
+        with pytest.raises(ModelError, match=rf"eos_token_id {outside} is no token of the model, .* 0 to 511"):
+            stop_token_ids(tmp_path, tokenizer, 512)
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"generation_config\.json holds a list, expected an object"):
+        stop_token_ids(tmp_path, tokenizer, 512)

@@ -154,7 +154,7 @@ def transformer_config(architecture: Architecture, dtype: torch.dtype, partition
         qk_layernorm=architecture.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
-        add_bias_linear=False,
+        add_bias_linear=architecture.proj_bias or architecture.mlp_bias,  # see drop_biases
         add_qkv_bias=architecture.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -184,6 +184,20 @@ def stretched(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
+def drop_biases(model: GPTModel, architecture: Architecture) -> None:
+    """Take away the biases that the architecture lacks: Megatron's switch is one for attention and MLP together."""
+    for layer in model.decoder.layers:
+        attention, mlp = layer.self_attention, layer.mlp
+        for linear, biased in [
+            (attention.linear_qkv, architecture.qkv_bias),
+            (attention.linear_proj, architecture.proj_bias),
+            (mlp.linear_fc1, architecture.mlp_bias),
+            (mlp.linear_fc2, architecture.mlp_bias),
+        ]:
+            if not biased:
+                linear.register_parameter("bias", None)
+
+
 def build_model(architecture: Architecture, dtype: torch.dtype, partition: Partition) -> GPTModel:
     """An uninitialised GPTModel, or a rank's part of it, whose output is its final hidden rows [batch, seq, hidden]."""
     config = transformer_config(architecture, dtype, partition)
@@ -204,6 +218,7 @@ def build_model(architecture: Architecture, dtype: torch.dtype, partition: Parti
         share_embeddings_and_output_weights=architecture.tied,
         parallel_output=True,
     )
+    drop_biases(model, architecture)
     if architecture.rope_scaling is not None:
         # Megatron's own rope_scaling has Llama 3.1's numbers built in; a checkpoint may have others.
         model.rotary_pos_emb.inv_freq = stretched(model.rotary_pos_emb.inv_freq, architecture.rope_scaling)

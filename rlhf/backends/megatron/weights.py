@@ -112,10 +112,13 @@ TABLE: dict[str, tuple[Same, list[str]]] = {
     _LAYER + "self_attention.linear_qkv.weight": (GroupedQKV(0), [_ATTENTION + f"{p}_proj.weight" for p in "qkv"]),
     _LAYER + "self_attention.linear_qkv.bias": (GroupedQKV(0), [_ATTENTION + f"{p}_proj.bias" for p in "qkv"]),
     _LAYER + "self_attention.linear_proj.weight": (Same(1), [_ATTENTION + "o_proj.weight"]),
+    _LAYER + "self_attention.linear_proj.bias": (Same(), [_ATTENTION + "o_proj.bias"]),
     _LAYER + "self_attention.q_layernorm.weight": (Same(), [_ATTENTION + "q_norm.weight"]),
     _LAYER + "self_attention.k_layernorm.weight": (Same(), [_ATTENTION + "k_norm.weight"]),
     _LAYER + "mlp.linear_fc1.weight": (Stacked(0), [_MLP + "gate_proj.weight", _MLP + "up_proj.weight"]),
+    _LAYER + "mlp.linear_fc1.bias": (Stacked(0), [_MLP + "gate_proj.bias", _MLP + "up_proj.bias"]),
     _LAYER + "mlp.linear_fc2.weight": (Same(1), [_MLP + "down_proj.weight"]),
+    _LAYER + "mlp.linear_fc2.bias": (Same(), [_MLP + "down_proj.bias"]),
 }
 
 
