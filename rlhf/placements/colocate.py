@@ -42,7 +42,7 @@ def start(run: Run, inputs: Inputs, objective: Objective) -> Roles:
     try:
         trainer = RayTrainer(
             cluster,
-            TrainerSetup(inputs.student, inputs.teacher, run.train, objective, run.run.steps, run.run.seed),
+            TrainerSetup(inputs.student, inputs.teacher, run.train, objective, inputs.steps, run.run.seed),
             share=SHARE,
         )
         engine = RayEngine(

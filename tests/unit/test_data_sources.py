@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from rlhf.config.data import HubData, ReasoningGymData
+from rlhf.data.exercises import read_reasoning_gym
+from rlhf.data.files import read_files
+from rlhf.data.hub_rows import read_hub
 from rlhf.data.rows import BadRow
-from rlhf.data.sources import read_files, read_hub, read_reasoning_gym
 from rlhf.errors import DataError
 
 
@@ -55,16 +57,18 @@ def test_a_file_name_with_brackets_is_no_glob(tmp_path: Path) -> None:
 
 
 def test_unusable_files(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "a.txt").write_text("x")
     (tmp_path / "lines.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     (tmp_path / "object.json").write_text('{"prompt": "a"}')
     (tmp_path / "latin.json").write_bytes(b'["\xff"]')
     (tmp_path / "bad.parquet").write_text("no parquet")
+    (tmp_path / "empty").mkdir()
     cases = {
         "absent.jsonl": r"data\.path=.*no such file",
         "*.jsonl": r"data\.path=.*matches none",
-        "a.csv": r"a\.csv ends in none of \.jsonl, \.json, \.parquet",
-        "": r"is a folder; name its files, e\.g\. data\.path='.*/\*\.jsonl'",
+        "a.txt": r"a\.txt ends in none of \.jsonl, \.jsonl\.gz, \.json, \.csv, \.parquet",
+        "": r"holds \.json and \.parquet files; say which: 'data\.path=.*/\*\.json'",
+        "empty": r"is a folder without files that end in \.jsonl",
         "lines.json": r"lines\.json:2: broken JSON: Extra data at column 1; .* end in \.jsonl",
         "object.json": r"object\.json: a \.json file is one array of objects",
         "latin.json": r"latin\.json: not UTF-8",
@@ -87,7 +91,7 @@ class FakeRows(list[dict[str, Any]]):
 def fake_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def load_dataset(name: str, subset: str | None, split: str) -> FakeRows:
+    def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> FakeRows:
         if split == "nosplit":
             raise ValueError("Unknown split\nnosplit")
         assert (name, subset) == ("org/sums", "main")
@@ -100,9 +104,7 @@ def hub(**options: Any) -> HubData:
     return HubData(name="org/sums", subset="main", **options)
 
 
-def test_hub_columns_are_renamed(fake_hub: None) -> None:
-    rows = read_hub(hub(prompt_column="question", response_column="answer"), "train")
-    assert list(rows) == [("org/sums/train[0]", {"prompt": "2 + 3?", "response": "5"})]
+def test_hub_rows_are_given_as_they_are(fake_hub: None) -> None:
     rows = read_hub(hub(), "train")
     assert list(rows) == [("org/sums/train[0]", {"question": "2 + 3?", "answer": "5", "messages": "other"})]
 

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf.config.data import FileData, HubData, OnBadRow, ReasoningGymData, Truncation
 from rlhf.data.dataset import Dataset, load
+from rlhf.data.raw import RowSource
 from rlhf.errors import DataError
 from tests.unit.tiny import tiny_tokenizer
 
@@ -131,7 +132,7 @@ def test_hub_splits(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"train": sums(3), "test": sums(2, start=5)}
     monkeypatch.setattr(
         "rlhf.data.dataset.read_hub",
-        lambda spec, split: ((f"{split}[{i}]", row) for i, row in enumerate(rows[split])),
+        lambda spec, split: RowSource(split, lambda: ((f"{split}[{i}]", row) for i, row in enumerate(rows[split]))),
     )
     assert numbers(load(HubData(name="x", eval_split="test"), tokenizer, 0, 1, True)) == ([0, 1, 2], [5])
     assert numbers(load(HubData(name="x"), tokenizer, 0, 1, True)) == ([0, 1], [2])

@@ -166,11 +166,11 @@ class Words:
         return " ".join(map(str, tokens.tolist()))
 
 
-def inputs_of(bad_rows: int = 0, held_out: int = 2) -> Inputs:
+def inputs_of(bad_rows: int = 0, held_out: int = 2, steps: int = 2) -> Inputs:
     bad = [BadRow(f"rows.jsonl:{i}", "no prompt") for i in range(1, bad_rows + 1)]
     statistics = {"data/truncated_rows": 0.0, "data/held_out_rows_also_in_train": 0.0}
     dataset = Dataset(table_of(10), table_of(held_out, first=50), bad, statistics)
-    return Inputs(Path("student"), Path("teacher"), None, Words(), (2,), dataset)  # type: ignore[arg-type]
+    return Inputs(Path("student"), Path("teacher"), None, Words(), (2,), dataset, steps)  # type: ignore[arg-type]
 
 
 def test_bad_rows_are_counted_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,9 +210,10 @@ def roles(monkeypatch: pytest.MonkeyPatch) -> Roles:
 def train_in(folder: Path, inputs: Inputs | None = None, **sections: Any) -> float | None:
     run = run_of(folder, **sections)
     folder = prepared(run, {})
-    log = build(run.logger, folder, run.run.name, {}, run.run.steps)
+    inputs = inputs or inputs_of()
+    log = build(run.logger, folder, run.run.name, {}, inputs.steps)
     try:
-        return train(run, inputs or inputs_of(), folder, log)
+        return train(run, inputs, folder, log)
     finally:
         log.close()
 
@@ -220,7 +221,7 @@ def train_in(folder: Path, inputs: Inputs | None = None, **sections: Any) -> flo
 def test_a_whole_run(tmp_path: Path, roles: Roles) -> None:
     folder = tmp_path / "test"
     settings = RunSection(name="test", dir=str(folder), steps=3, save_every=2)
-    assert train_in(folder, inputs_of(bad_rows=1), run=settings) == 1 / 4  # the double's KL at version 3
+    assert train_in(folder, inputs_of(bad_rows=1, steps=3), run=settings) == 1 / 4  # the double's KL at version 3
     assert roles.closed == 1
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["steps"], summary["bad_rows"], summary["roles"]) == (3, 1, ["trainer: a double"])
@@ -261,7 +262,7 @@ def test_a_failure_says_what_was_saved_and_gives_the_devices_back(
     roles.trainer = failing_at_step_2(RoleDied("the trainer ended"))(roles.trainer.events, roles.trainer.scored)
     settings = RunSection(name="test", dir=str(tmp_path), steps=3, save_every=save_every)
     with pytest.raises(RoleDied, match=rf"^the trainer ended; {said}.*traceback in {tmp_path}/traceback\.txt$"):
-        train_in(tmp_path, run=settings)
+        train_in(tmp_path, inputs_of(steps=3), run=settings)
     assert roles.closed == 1
     assert "in train\n" in (tmp_path / "traceback.txt").read_text()
     assert not (tmp_path / "summary.json").exists()

@@ -12,7 +12,7 @@ from rlhf.algos.gkd import make_minibatches
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Eval, EvalResponses
 from rlhf.config.train import DType, Train
-from rlhf.data.cursor import EpochCursor
+from rlhf.data.cursor import TableCursor
 from rlhf.data.table import PromptTable, pack
 from rlhf.errors import MisalignedScores, StaleWeights
 from rlhf.roles.doubles import WEIGHTS, Done, DoubleEngine, DoubleScorer, DoubleTrainer, doubles
@@ -53,7 +53,6 @@ class Bench:
         self.phases: list[str] = []
 
     def source(self, report=None, phase=None) -> LiveSource:
-        table = table_of(10)
         self.evaluator = Evaluator(
             spec=self.eval,
             train=self.train,
@@ -69,8 +68,7 @@ class Bench:
             scorer=self.scorer,
             engine=self.engine,
             evaluator=self.evaluator,
-            table=table,
-            cursor=EpochCursor(len(table), self.seed, self.shuffle),
+            cursor=TableCursor(table_of(10), self.seed, self.shuffle),
             make_minibatches=partial(make_minibatches, train=self.train, data_parallel=1),
             rollout=self.rollout,
             batch_samples=self.batch_samples,
