@@ -52,8 +52,7 @@ def _load(spec: HubData, split: str, what: str) -> Iterable[dict[str, Any]]:
 def _fetched(rows: Iterable[dict[str, Any]], what: str) -> Iterable[dict[str, Any]]:
     """The rows; a hub that goes away in between is one line."""
     try:
-        with hub.quiet():
-            yield from rows
+        yield from rows
     except Exception as error:
         raise DataError(f"{what} can't be read on: {_short(error)}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import rlhf.placements.colocate
 from rlhf.checkpoint import Checkpoints
 from rlhf.config.algo import GKD
 from rlhf.config.cluster import Cluster
-from rlhf.config.data import FileData
+from rlhf.config.data import FileData, OnBadRow
 from rlhf.config.distill import FullVocab, Tail, TopK
 from rlhf.config.logger import Logger
 from rlhf.config.model import Model
@@ -24,7 +25,7 @@ from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Eval, Run, RunSection
 from rlhf.config.teacher import ColocatedTeacher
 from rlhf.config.train import DType, Train
-from rlhf.data.dataset import Dataset
+from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import BadRow
 from rlhf.distill.fullvocab import FullVocabDistill
 from rlhf.distill.topk import TopKDistill
@@ -43,6 +44,7 @@ from rlhf.loggers.base import MetricLog, build
 from rlhf.preflight import Inputs
 from rlhf.roles.doubles import Done, DoubleEngine, DoubleScorer, DoubleTrainer, doubles
 from tests.unit.test_live_source import table_of
+from tests.unit.tiny import tiny_tokenizer
 
 
 def run_of(folder: Path, **sections: Any) -> Run:
@@ -285,3 +287,28 @@ def test_the_configuration_reaches_the_source(tmp_path: Path, roles: Roles) -> N
     asked = [event.what for event in roles.trainer.events if event.call == "generate"]
     assert [len(prompts) for prompts in asked] == [3, 3]
     assert {bucket.dtypes for bucket in roles.trainer.events[0].what} == {("bfloat16",)}
+
+
+def test_a_stream_lists_its_bad_rows_as_it_meets_them(
+    tmp_path: Path, roles: Roles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f'{{"prompt": "{i}", "response": "{i}"}}' if i % 3 else "{" for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    spec = FileData(path=str(tmp_path / "rows.jsonl"), streaming=True, shuffle=False, on_bad_row=OnBadRow.skip)
+    dataset = load(spec, tiny_tokenizer(), seed=0, eval_samples=1, eval_needs_response=True)
+    inputs = dataclasses.replace(inputs_of(), dataset=dataset)
+    folder = tmp_path / "test"
+    settings = RunSection(name="test", dir=str(folder), steps=2)
+    run = run_of(folder, run=settings, eval=Eval(samples=1), data=spec, train=Train(global_batch_samples=2))
+    prepared(run, {})
+    log = build(run.logger, folder, "test", {}, 2)
+    report_data(inputs, folder, log)
+    train(run, inputs, folder, log)
+    listed = [line.partition(": ")[0].rpartition(":")[2] for line in (folder / "bad_rows.txt").read_text().splitlines()]
+    assert listed == ["1", "4", "7"], "line 1 before the held-out row, 4 and 7 in the steps; line 10 wasn't read"
+    assert json.loads((folder / "summary.json").read_text())["bad_rows"] == 3
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2 and f"further ones are listed in {folder}/bad_rows.txt: " in warnings[1]
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["data/bad_rows"] for step in steps if "train/loss" in step] == [1, 2]
+    assert steps[0]["data/held_out_rows"] == 1 and "data/train_rows" not in steps[0]
