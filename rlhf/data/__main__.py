@@ -1,7 +1,7 @@
 """`python -m rlhf.data FILE [KEY=VALUE ...]`: checks rows without starting anything.
 
 Lists the rows that can't be used with their reasons, and says how long prompts and responses are in tokens and how they
-would fill batches. Exit code 1 if there are bad rows or the rows can't be read.
+would fill batches. Exit code 1 if there are bad rows, none at all, or the rows can't be read.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def check(arguments: list[str], model: str | None, listed: int) -> int:
     path, key = (model, "--model") if model else (sections["model"].path, "model.path")
     tokenizer = tokenizers.load_tokenizer(assets.resolve(path, key=key))
     console = rich.console.Console(highlight=False)
-    bad = 0
+    unusable = False
     for source in open_sources(spec, seed, eval_spec.samples):
         if source is not None:
             found = survey(source, tokenizer, spec, BadRows(shown=listed))
             console.print(Text(f"{source.name}", style="bold"), soft_wrap=True)
             show(found, sections, console)
-            bad += found.bad.count
-    return 1 if bad else 0
+            unusable = unusable or found.bad.count > 0 or not found.prompt_lengths
+    return 1 if unusable else 0
 
 
 def compose_keys(arguments: list[str]) -> tuple[dict[str, Any], int]:

@@ -54,7 +54,7 @@ def read_files(pattern: str, key: str = "data.path", streaming: bool = False) ->
 
 def _kind(file: Path) -> Any:
     """The ending in READERS, or None."""
-    return next((ending for ending in READERS if file.name.endswith(ending)), None)
+    return next((ending for ending in READERS if file.name.lower().endswith(ending)), None)
 
 
 def _in_folder(folder: Path, name: str) -> list[Path]:
@@ -92,7 +92,7 @@ def _readable(rows: RawRows, file: Path, key: str) -> RawRows:
 
 def _read_jsonl(file: Path) -> RawRows:
     # Binary lines: text mode would also split at other separators, and one wrong byte would end the whole file.
-    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
+    with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{file}:{number}"
             try:

@@ -12,6 +12,12 @@ from rlhf.config.data import HubData
 from rlhf.data.raw import RowSource
 from rlhf.errors import DataError, one_line
 
+DOWNLOAD = {
+    "hf": "run `hf download {name} --repo-type dataset --local-dir DIR` where it can be reached, then use data.name=DIR",
+    "ms": "run `modelscope download --dataset {name} --local_dir DIR` where it can be reached, then use data.name=DIR",
+}
+"""What to do without a network."""
+
 
 def read_hub(spec: HubData, split: str) -> RowSource:
     """The rows of one split; with `data.streaming=true` they are fetched as they are asked for.
@@ -46,7 +52,8 @@ def _load(spec: HubData, split: str, what: str) -> Iterable[dict[str, Any]]:
     except ImportError as error:
         raise DataError(f"{what} needs the package {package}: pip install {package} ({one_line(error)})") from error
     except Exception as error:  # offline, no such name, a missing split, a broken file: no common base
-        raise DataError(f"{what} can't be loaded: {_short(error)}") from error
+        away = f"; {DOWNLOAD[on_hub.scheme].format(name=on_hub.name)}" if isinstance(error, ConnectionError) else ""
+        raise DataError(f"{what} can't be loaded: {_short(error)}{away}") from error
 
 
 def _fetched(rows: Iterable[dict[str, Any]], what: str) -> Iterable[dict[str, Any]]:

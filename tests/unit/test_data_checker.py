@@ -53,6 +53,11 @@ def test_the_keys_are_the_launchers(tmp_path: Path, model: str, capsys: pytest.C
     assert "no batch can be made: a sample of " in capsys.readouterr().out
 
 
+def test_a_file_without_rows_fails(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([write(tmp_path / "EMPTY.JSONL", [" "]), "--model", model]) == 1
+    assert capsys.readouterr().out.endswith("0 rows can be used, 0 can't\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
