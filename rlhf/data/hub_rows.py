@@ -13,8 +13,8 @@ from rlhf.data.raw import RowSource
 from rlhf.errors import DataError, one_line
 
 DOWNLOAD = {
-    "hf": "run `hf download {name} --repo-type dataset --local-dir DIR` where it can be reached, then use data.name=DIR",
-    "ms": "run `modelscope download --dataset {name} --local_dir DIR` where it can be reached, then use data.name=DIR",
+    "hf": "run `hf download {name} --repo-type dataset --local-dir DIR` with a network, then use data.name=DIR",
+    "ms": "run `modelscope download --dataset {name} --local_dir DIR` with a network, then use data.name=DIR",
 }
 """What to do without a network."""
 

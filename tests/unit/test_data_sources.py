@@ -268,9 +268,7 @@ def test_a_hub_that_is_away_is_one_line_without_retries(
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     level = logging.getLogger("huggingface_hub").level
-    with pytest.raises(
-        DataError, match=r"^data\.name=a/b, split train can't be loaded: ConnectionError: .*`hf download a/b --repo"
-    ):
+    with pytest.raises(DataError, match=r"^data\.name=a/b, split train can't .*Error: .*`hf download a/b --repo"):
         read_hub(HubData(name="a/b"), "train")
     assert caplog.records == [] and logging.getLogger("huggingface_hub").level == level
 
