@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,8 +64,8 @@ class Survey:
     """What one pass over a source finds out. Holds two numbers a row, whatever the rows' size."""
 
     bad: BadRows
-    prompt_lengths: list[int] = field(default_factory=list)
-    response_lengths: list[int] = field(default_factory=list)
+    prompt_lengths: array[int] = field(default_factory=lambda: array("i"))
+    response_lengths: array[int] = field(default_factory=lambda: array("i"))
     """0: no response."""
     truncated: int = 0
     rows: int = 0
@@ -80,12 +81,13 @@ def survey(source: RowSource, tokenizer: Any, spec: DataCommon, bad: BadRows) ->
     found = Survey(bad)
     refused: list[BadRow] = []
     for chunk in read_chunks(source, tokenizer, spec):
-        found.prompt_lengths += chunk.table.lengths.tolist()
-        found.response_lengths += chunk.table.response_lengths.tolist()
+        found.prompt_lengths.extend(chunk.table.lengths.tolist())
+        found.response_lengths.extend(chunk.table.response_lengths.tolist())
         found.truncated += int(chunk.table.truncated.sum())
         found.bad.add(chunk.bad)
         found.rows += len(chunk.numbers) + len(chunk.bad)
-        refused = refused if found.prompt_lengths else [*refused, *chunk.refused]
+        if not found.prompt_lengths:
+            refused += chunk.refused
     check_refusals(len(found.prompt_lengths), refused, tokenizer)
     return found
 
@@ -94,13 +96,19 @@ def first_rows(
     source: RowSource, count: int, tokenizer: Any, spec: DataCommon, need_response: bool
 ) -> tuple[PromptTable, list[BadRow], int]:
     """The first `count` usable rows (fewer where there aren't so many), the bad ones before the last of them, and how
-    many rows were read. With `need_response`, a row without a reference response is a bad one."""
+    many rows were read. With `need_response`, a row without a reference response is a bad one.
+
+    Raises:
+        DataError: a source that can't be read, or a chat template that refuses every row.
+    """
     tables: list[PromptTable] = []
     bad: list[BadRow] = []
+    refused: list[BadRow] = []
     read = 0
     for number, (where, raw) in enumerate(source if count else ()):
         chunk = read_rows([(number, where, raw)], tokenizer, spec)
         bad += chunk.bad
+        refused += chunk.refused
         if need_response and len(chunk.table) and chunk.table.response(0) is None:
             bad.append(BadRow(where, NO_RESPONSE))
         elif len(chunk.table):
@@ -108,4 +116,6 @@ def first_rows(
         read = number + 1
         if len(tables) == count:
             break
+    if len(bad) == len(refused) == read:
+        check_refusals(0, refused, tokenizer)
     return concatenate(tables), bad, read

@@ -164,7 +164,7 @@ def test_a_template_that_refuses_every_row_is_named_once(
     broken.name_or_path = "my-model"
     spec = FileData(path=write(tmp_path / "a.jsonl", sums(3)), on_bad_row=on_bad_row, streaming=streaming)
     with pytest.raises(DataError) as caught:
-        load(spec, broken, 0, 0, False)
+        load(spec, broken, 0, 2, True)
     assert str(caught.value).startswith(
         "the chat template of my-model refuses every row (3 of 3): tools are needed; mend the template"
     )

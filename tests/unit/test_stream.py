@@ -78,8 +78,7 @@ def test_an_epoch_gives_every_row_once_in_a_new_order() -> None:
 def test_a_restored_cursor_goes_on_exactly(shuffle: bool, before: int) -> None:
     rows = [*raw(4), "bad", *raw(11)[4:]]
     cursor = cursor_over(rows, shuffle=shuffle)
-    for _ in range(before):
-        cursor.take(1)
+    cursor.take(before)
     state = json.loads(json.dumps(cursor.state_dict()))
     assert len(json.dumps(state)) < 300
     restored = cursor_over(rows, shuffle=shuffle)
