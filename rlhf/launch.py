@@ -15,6 +15,7 @@ from rlhf.config.arguments import check_arguments, check_folders
 from rlhf.config.compose import to_run
 from rlhf.config.messages import explain, interrupted
 from rlhf.config.registry import PROJECT_ROOT, register
+from rlhf.stopping import Stopped, exit_code, watch
 
 register()
 FULL_ERROR = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -43,7 +44,7 @@ def job(config: DictConfig) -> float | None:
         return objective(config)
     except Exception as error:
         if interrupted(error):
-            raise KeyboardInterrupt from error
+            raise Stopped from error
         report(error, f"job {command.job.num} ({' '.join(command.overrides.task)}): " if sweep else "")
         failed.append(error)
         return None
@@ -59,7 +60,8 @@ def report(error: Exception, prefix: str = "") -> None:
 
 
 def main() -> None:
-    """The command. Exit code 1 if anything failed, 130 after Ctrl-C."""
+    """The command. Exit code 1 if anything failed, 130 after Ctrl-C, 143 after SIGTERM."""
+    watch()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra re-raises instead of printing several lines of its own
     entry = hydra.main(version_base="1.3", config_path=str(PROJECT_ROOT / "conf"), config_name="config")(job)
     try:
@@ -68,8 +70,9 @@ def main() -> None:
             entry()
         finally:
             sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.exit(130)  # the run has said what was saved
+    except KeyboardInterrupt as stop:
+        print(f"warning: {str(stop) or 'interrupted; nothing was started'}", file=sys.stderr)
+        sys.exit(exit_code())
     except BrokenPipeError:  # `--help | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:

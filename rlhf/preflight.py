@@ -16,6 +16,7 @@ from rlhf.config.run import MOST_STEPS, EvalResponses, Run
 from rlhf.config.teacher import ColocatedTeacher
 from rlhf.data.dataset import Dataset, load
 from rlhf.errors import ConfigError, ModelError
+from rlhf.memory import check_memory
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM's CPU attention (0.32); the driver can't ask it without importing vLLM."""
@@ -49,6 +50,7 @@ def check_inputs(run: Run) -> Inputs:
             f"model.path={run.model.path} has head_dim={architecture.head_dim}; vLLM on CPU attends with "
             f"{', '.join(map(str, CPU_HEAD_DIMS))} only"
         )
+    check_memory(run, architecture)
     teacher = _check_teacher(run, student, architecture) if isinstance(run.teacher, ColocatedTeacher) else None
     tokenizer = tokenizers.load_tokenizer(student)
     stop_token_ids = tokenizers.stop_token_ids(student, tokenizer)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -15,11 +18,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf.config.cluster import Cluster
 from rlhf.errors import ClusterError, RlhfError, RoleDied, RoleFailed, one_line
+from rlhf.stopping import watch
 
 T = TypeVar("T")
 
 SLOT = "slot"
 """Custom resource that stands for a device on CPU: bundles of CPUs would never be ready on a small machine."""
+
+CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -101,10 +107,10 @@ class RayCluster:
             "OMP_NUM_THREADS": str(self.threads),
             "CUDA_VISIBLE_DEVICES": "",  # device=cpu holds on a machine with GPUs, too
         }
-        if not ray.is_initialized():
-            self._start(bundles)
-            self.started = True
         try:
+            if not ray.is_initialized():
+                self.started = True
+                self._start(bundles)
             self.group = self._reserve(bundles)
         except BaseException:
             self.close()
@@ -120,6 +126,8 @@ class RayCluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         try:
+            if self.spec.address not in (None, "auto"):
+                check_answers(self.spec.address)
             ray.init(
                 address=self.spec.address or "local",  # local: never one that happens to run here
                 log_to_driver=False,
@@ -127,13 +135,17 @@ class RayCluster:
                 configure_logging=True,
                 **({} if self.spec.address else own_cluster),
             )
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             if self.spec.address is None:
-                raise ClusterError(f"Ray could not be started here: {last_words(error)}") from error
+                raise ClusterError(
+                    f"Ray could not be started here: {last_words(error)}; its files go to {temporary_folder()}, choose "
+                    "a shorter or roomier path with RAY_TMPDIR"
+                ) from error
             raise ClusterError(
-                f"no Ray cluster at cluster.address={self.spec.address}; start one with `ray start --head "
-                f"--resources='{{\"{SLOT}\": {bundles}}}'`, or use cluster.address=null"
+                f"no Ray cluster at cluster.address={self.spec.address} ({last_words(error)}); start one with `ray "
+                f"start --head --resources='{{\"{SLOT}\": {bundles}}}'`, or use cluster.address=null"
             ) from error
+        watch()  # ray.init has put its own handler of SIGTERM in place
 
     def _reserve(self, bundles: int) -> PlacementGroup:
         """One bundle a device. More than the cluster has is an error; more than is free waits in Ray's queue."""
@@ -147,8 +159,8 @@ class RayCluster:
         if not group.wait(self.spec.start_timeout_s):
             remove_placement_group(group)
             raise ClusterError(
-                f"{bundles} device(s) did not become free within "
-                f"cluster.start_timeout_s={self.spec.start_timeout_s:g} seconds"
+                f"{bundles} device(s) did not become free within cluster.start_timeout_s="
+                f"{self.spec.start_timeout_s:g} seconds; wait for the runs that use them, or raise it"
             )
         return group
 
@@ -167,5 +179,32 @@ class RayCluster:
             remove_placement_group(self.group)
             self.group = None
         if self.started:
+            helpers = raylet_processes()
             ray.shutdown()
+            end(helpers)
             self.started = False
+
+
+def check_answers(address: str) -> None:
+    """Raise OSError unless something listens at HOST:PORT: Ray itself would try again for many minutes."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+
+
+def raylet_processes() -> list[psutil.Process]:
+    """What Ray's daemon, a child of this process, has started: `ray.shutdown` leaves some to notice by themselves."""
+    daemons = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    return [process for daemon in daemons for process in daemon.children(recursive=True)]
+
+
+def end(processes: list[psutil.Process]) -> None:
+    """SIGKILL for those that still run: nothing of theirs is worth keeping."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
+
+
+def temporary_folder() -> str:
+    """Where Ray puts its sockets, whose paths may have 107 bytes."""
+    return os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()

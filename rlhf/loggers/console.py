@@ -39,6 +39,8 @@ class Column:
 
 def _fit(value: float, spec: str, width: int) -> str:
     text = format(value, spec)
+    if value and not float(text):  # 0.0000 would hide what there is
+        return format(value, ".0e")
     return text[:width].rstrip(".") if "." in text[: width + 1] and "e" not in text else text
 
 

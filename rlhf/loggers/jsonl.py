@@ -45,12 +45,12 @@ def read(run_dir: Path) -> dict[int, Metrics]:
     if not path.is_file():
         raise RlhfError(f"no {FILE} in {run_dir}: give the folder of a run with logger.jsonl=true")
     steps: dict[int, Metrics] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             row = json.loads(line)
-            metrics = {name: value for name, value in row.items() if "/" in name}
+            metrics = {name: float(value) for name, value in row.items() if "/" in name and value is not None}
             metrics |= {name: float(kind) for name, kind in row.get("nonfinite", {}).items()}
             steps.setdefault(row["step"], {}).update(metrics)
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{path}, line {number}: not a line of metrics ({error!r})") from error
     return dict(sorted(steps.items()))

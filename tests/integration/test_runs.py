@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -121,35 +122,73 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, time
     raise AssertionError(f"step {step} was not reached")
 
 
+def strike_role(name: str) -> Callable[[subprocess.Popen[str]], None]:
+    return lambda process: role_processes(process.pid)[name].kill()
+
+
+def ctrl_c_twice(process: subprocess.Popen[str]) -> None:
+    """The second arrives while the first is shutting things down."""
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+
+
+ENDS = [
+    ("engine", strike_role("EngineActor"), 1, "error: the engine process ended unexpectedly"),
+    ("trainer", strike_role("TrainerActor"), 1, "error: the trainer process ended unexpectedly"),
+    ("interrupted", ctrl_c_twice, 130, "warning: interrupted; saved: outputs/interrupted/checkpoints/step_1"),
+    ("terminated", lambda process: process.terminate(), 143, "warning: interrupted; saved: outputs/terminated/"),
+]
+
+
 def test_runs_that_end_before_their_time(world: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """A role killed with SIGKILL and Ctrl-C: one clear line, what was saved, nothing left running. All runs have the
-    same seed, so what they did until then is the same, too."""
+    """A role killed with SIGKILL, Ctrl-C twice, SIGTERM: one clear line, what was saved, nothing left running. All
+    runs have the same seed, so what they did until then is the same, too."""
     arguments = [*world[1], "run.steps=10000", "run.save_every=1", "eval.samples=0"]
     losses = []
-    for name, strike, code, message in [
-        ("engine", "EngineActor", 1, "error: the engine process ended unexpectedly"),
-        ("trainer", "TrainerActor", 1, "error: the trainer process ended unexpectedly"),
-        ("interrupted", None, 130, "interrupted; saved: outputs/interrupted/checkpoints/step_1"),
-    ]:
+    for name, strike, code, message in ENDS:
         process = start([*arguments, f"run.name={name}"], tmp_path)
         run_dir = tmp_path / "outputs" / name
         wait_for_step(process, run_dir, 2)
         left = descendants(process.pid)
-        if strike:
-            role_processes(process.pid)[strike].kill()
-        else:
-            process.send_signal(signal.SIGINT)
+        if name == "engine":  # nobody else may use its folder
+            second = launch([*arguments, f"run.name={name}", "run.overwrite=true"], tmp_path)
+            assert second.returncode == 1 and f"is in use by process {process.pid}" in second.stderr
+        strike(process)
         out, err = process.communicate(timeout=120)
         assert process.returncode == code, err
         said = [line for line in (out + err).splitlines() if message in line]
         assert len(said) == 1 and f"outputs/{name}/checkpoints/step_1" in said[0], out + err
-        assert "Traceback" not in out + err
-        psutil.wait_procs(left, timeout=30)
-        assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert "Traceback" not in out + err and "SIGTERM" not in out + err
+        _, alive = psutil.wait_procs(left, timeout=10)
+        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
         AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "step_1")
         losses.append([metrics_of(run_dir)[step]["train/loss"] for step in (1, 2)])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-6)
+    for others in losses[1:]:
+        assert others == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_interrupted_before_the_first_step(world: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """While models and data are checked, and while Ray and the roles start."""
+    for name, seen, message in [
+        ("checking", "checking models", "warning: interrupted; nothing was started"),
+        ("starting", "starting Ray", "warning: interrupted while starting; nothing was saved"),
+    ]:
+        process = start([*world[1], f"run.name={name}"], tmp_path)
+        assert process.stdout is not None
+        while seen not in (line := process.stdout.readline()):
+            assert line, "the run ended early"
+        if name == "starting":
+            while not (left := role_processes(process.pid)):
+                time.sleep(0.1)
+            left = descendants(process.pid)
+        else:
+            left = []
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err.splitlines()) == (130, [message])
+        _, alive = psutil.wait_procs(left, timeout=10)
+        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_a_sweep_in_bfloat16(world: tuple[Path, list[str]], tmp_path: Path) -> None:

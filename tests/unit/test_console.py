@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from rlhf.loggers.base import MetricLog
-from rlhf.loggers.console import HEADER_EVERY, Console
+from rlhf.loggers.console import HEADER_EVERY, Column, Console
 
 STEP = {
     "train/loss": 0.5,
@@ -122,3 +122,8 @@ def test_a_reader_that_leaves_does_not_end_the_run():
     done = subprocess.run([sys.executable, "-c", code], stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (0, "went on")
+
+
+def test_a_small_value_is_not_shown_as_zero():
+    assert Column("gap", 6, ".4f", ("gap",)).cell({"gap": 3.2e-6}) == "3e-06"
+    assert Column("gap", 6, ".4f", ("gap",)).cell({"gap": 0.0}) == "0.0000"

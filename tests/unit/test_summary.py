@@ -9,6 +9,7 @@ import pytest
 import rich.console
 
 from rlhf.loggers.jsonl import Jsonl
+from rlhf.loggers.jsonl import read as read_metrics
 from rlhf.report.__main__ import main
 from rlhf.report.plot import plot_run
 from rlhf.report.summary import RunSummary, read, show, write
@@ -147,6 +148,35 @@ def test_report_command_errors(tmp_path, capsys):
     (tmp_path / "summary.json").write_text("{}")
     assert "isn't a summary" in error(tmp_path)
     write(summary_of(tmp_path), tmp_path)
-    assert "no metrics.jsonl" in error(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
     assert "nothing to plot" in error(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "train/loss": "\xff"}\n')
+    assert "line 1: not a line of metrics" in error(tmp_path)
+
+
+def test_report_of_wrong_types_is_one_line(tmp_path, capsys):
+    write(summary_of(tmp_path), tmp_path)
+    content = json.loads((tmp_path / "summary.json").read_text())
+    (tmp_path / "summary.json").write_text(json.dumps({**content, "seconds": "long"}))
+    assert main([str(tmp_path)]) == 1
+    assert "isn't a summary of this version" in capsys.readouterr().err
+
+
+def test_report_without_metrics(tmp_path, capsys):
+    """A run with logger.jsonl=false has its summary all the same."""
+    write(summary_of(tmp_path), tmp_path)
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "forward KL" in out and "curves.svg" not in out
+
+
+def test_report_of_a_run_that_has_not_ended(tmp_path, capsys):
+    with_metrics(tmp_path)
+    (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".step_3.unfinished-1").mkdir()
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    steps = read_metrics(tmp_path)
+    seconds = sum(metrics.get("time/step", 0) for metrics in steps.values())
+    assert f"(not ended): {max(steps)} steps in {seconds:.1f} s" in out
+    assert "checkpoints/step_2" in out and "unfinished" not in out and "curves.svg" in out

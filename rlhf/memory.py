@@ -1,0 +1,48 @@
+"""Memory that the configuration asks for by name, held against the machine and the model before anything starts."""
+
+from __future__ import annotations
+
+import math
+
+import psutil
+
+from rlhf.backends.megatron.architecture import Architecture
+from rlhf.config.cluster import Device
+from rlhf.config.run import Run
+from rlhf.config.train import DType
+from rlhf.errors import ConfigError
+
+GIB = 2**30
+BLOCK_TOKENS = 128
+"""vLLM hands the cache out in blocks of so many tokens at most (CPU: 128, GPU: 16), and keeps one for itself."""
+
+
+def check_memory(run: Run, architecture: Architecture) -> None:
+    """Refuse a key-value cache that can't hold one sample, and shared memory and caches that the machine hasn't got.
+
+    Raises:
+        ConfigError: naming the key and a value that works.
+    """
+    longest = run.data.max_length + run.rollout.max_new_tokens
+    blocks = math.ceil(longest / BLOCK_TOKENS) + 1
+    least = blocks * BLOCK_TOKENS * cache_bytes_per_token(architecture, run.rollout.dtype) / GIB
+    if run.rollout.kv_cache_gb < least:
+        raise ConfigError(
+            f"rollout.kv_cache_gb={run.rollout.kv_cache_gb:g} can't hold one sample of {longest} tokens; use at least "
+            f"{math.ceil(least * 1000) / 1000:g}"
+        )
+    if run.cluster.device is not Device.cpu or run.cluster.address is not None:
+        return  # other memory, or another machine's
+    asked = run.rollout.kv_cache_gb * run.rollout.gpus + run.cluster.object_store_gb
+    available = psutil.virtual_memory().available / GIB
+    if asked > available:
+        raise ConfigError(
+            f"rollout.kv_cache_gb={run.rollout.kv_cache_gb:g} and cluster.object_store_gb="
+            f"{run.cluster.object_store_gb:g} need more than the {available:.1f} GiB of free memory here; lower them"
+        )
+
+
+def cache_bytes_per_token(architecture: Architecture, dtype: DType) -> int:
+    """Bytes of the keys and values of one token, over all layers."""
+    numbers = 2 * architecture.layers * architecture.kv_groups * architecture.head_dim
+    return numbers * (2 if dtype is DType.bfloat16 else 4)

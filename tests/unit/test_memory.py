@@ -1,0 +1,53 @@
+"""Memory asked for by name, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf.backends.megatron.architecture import Architecture
+from rlhf.config.cluster import Cluster
+from rlhf.config.data import FileData
+from rlhf.config.rollout import VllmRollout
+from rlhf.config.train import DType
+from rlhf.errors import ConfigError
+from rlhf.memory import cache_bytes_per_token, check_memory
+from tests.unit.test_execute import run_of
+
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+}
+ARCHITECTURE = Architecture.from_config(SMOLLM2, "test")
+
+
+def test_bytes_of_a_token() -> None:
+    """SmolLM2: key and value of 3 heads of 64 numbers in each of 30 layers."""
+    assert cache_bytes_per_token(ARCHITECTURE, DType.float32) == 30 * 2 * 3 * 64 * 4
+    assert cache_bytes_per_token(ARCHITECTURE, DType.bfloat16) == 30 * 2 * 3 * 64 * 2
+
+
+@pytest.mark.parametrize("share", [0.99, 1.0])
+def test_a_cache_holds_the_longest_sample(share: float, tmp_path: Path) -> None:
+    """512 + 128 tokens in blocks of 128, and one block more."""
+    size = (5 + 1) * 128 * 46080 / 2**30
+    run = run_of(tmp_path, rollout=VllmRollout(kv_cache_gb=size * share), data=FileData(path="x", max_length=512))
+    if share == 1:
+        check_memory(run, ARCHITECTURE)
+        return
+    with pytest.raises(ConfigError, match=r"rollout\.kv_cache_gb=.* can't hold one sample of 640 tokens; .* 0\.033$"):
+        check_memory(run, ARCHITECTURE)
+
+
+def test_more_than_the_machine_has(tmp_path: Path) -> None:
+    for sections in ({"rollout": VllmRollout(kv_cache_gb=1e6)}, {"cluster": Cluster(object_store_gb=1e6)}):
+        with pytest.raises(ConfigError, match=r"kv_cache_gb=.* and cluster\.object_store_gb=.* GiB of free memory"):
+            check_memory(run_of(tmp_path, **sections), ARCHITECTURE)

@@ -1,0 +1,58 @@
+"""Signals: what they raise, what they return to the shell, and what they can't interrupt."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+SETUP = "import signal, sys, time\nfrom rlhf.stopping import Stopped, exit_code, unstoppable, watch\n"
+TO_THE_SHELL = (
+    "try:\n    watch()\n    print('ready', flush=True)\n    time.sleep(60)\n"
+    "except Stopped:\n    sys.exit(exit_code())\n"
+)
+
+
+@contextmanager
+def started(program: str) -> Iterator[subprocess.Popen[str]]:
+    """The program, once it watches for signals."""
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_signal_is_one_exception_and_its_own_exit_code(number: signal.Signals) -> None:
+    with started(SETUP + TO_THE_SHELL) as process:
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 128 + number
+
+
+def test_a_shutdown_is_not_interrupted() -> None:
+    shutdown = "with unstoppable():\n    print('ready', flush=True)\n    time.sleep(1)\n    print('done', flush=True)\n"
+    then = TO_THE_SHELL.replace("'ready'", "'then'")
+    with started(SETUP + "watch()\n" + shutdown + then) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["done\n", "then\n"]
+        process.send_signal(signal.SIGTERM)  # which counts again
+        out, err = process.communicate(timeout=30)
+        assert (out, err, process.returncode) == ("", "shutting down, a moment ...\n", 143)
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    ignore = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    with started(SETUP + ignore + TO_THE_SHELL) as process:
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
