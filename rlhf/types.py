@@ -6,7 +6,7 @@ Shapes: n = samples, T = tokens of all samples together, R = response tokens of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,25 @@ class Sequences:
     prompt_lengths: Int32[np.ndarray, " n"]
     logprobs: Float32[np.ndarray, " R"] | None = None
     """Log-probability of each response token under the distribution it was sampled from; None for dataset responses."""
+
+    @classmethod
+    def join(
+        cls,
+        sample_ids: Int64[np.ndarray, " n"],
+        prompts: Iterable[Int32[np.ndarray, " p"]],
+        responses: Sequence[Int32[np.ndarray, " r"]],
+        logprobs: Sequence[Float32[np.ndarray, " r"]] | None = None,
+    ) -> Sequences:
+        """Pack one prompt, one response and its log-probabilities (if there are any) a sample."""
+        prompts = list(prompts)
+        rows = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
+        return cls(
+            sample_ids=sample_ids,
+            tokens=np.concatenate(rows),
+            offsets=offsets_of([len(row) for row in rows]),
+            prompt_lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int32),
+            logprobs=None if logprobs is None else np.concatenate(logprobs),
+        )
 
     def __len__(self) -> int:
         return len(self.sample_ids)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rlhf.config.algo import GKD
 from rlhf.config.base import not_yet, refuse_unused, require
 from rlhf.config.cluster import Device
-from rlhf.config.data import FileData, HubData
+from rlhf.config.data import FileData, HubData, OnBadRow, RowsData
 from rlhf.config.distill import NoDistill
 from rlhf.config.reward import NoReward
 from rlhf.config.run import EvalResponses
@@ -15,6 +15,7 @@ from rlhf.config.teacher import NoTeacher
 
 if TYPE_CHECKING:
     from rlhf.config.run import Run
+    from rlhf.config.train import Train
 
 
 def check(run: Run) -> None:
@@ -52,10 +53,13 @@ def check(run: Run) -> None:
     if run.eval.samples == 0 and isinstance(run.data, FileData | HubData):
         why = "with eval.samples=0 (no evaluation)"
         refuse_unused(run.data, "data", ("eval_path", "eval_split"), why, "use eval.samples=16")
+    if run.run.steps is not None:
+        check_schedule(run.train, run.run.steps, f"run.steps={run.run.steps}")
+    uncounted = isinstance(run.data, RowsData) and run.data.streaming and run.data.on_bad_row is OnBadRow.skip
     require(
-        run.train.warmup_steps + run.train.decay_steps <= run.run.steps,
-        f"train.warmup_steps={run.train.warmup_steps} and train.decay_steps={run.train.decay_steps} don't fit "
-        f"run.steps={run.run.steps}; lower them",
+        run.run.epochs is None or not uncounted,
+        f"run.epochs={run.run.epochs} needs to know how many rows there are, and data.streaming=true "
+        "data.on_bad_row=skip doesn't count them first; use run.steps, or data.streaming=false",
     )
     longest = run.train.padded(run.data.max_length + run.rollout.max_new_tokens)
     require(
@@ -71,3 +75,16 @@ def check(run: Run) -> None:
             f"data.max_length={run.data.max_length} + eval.max_response_tokens={run.eval.max_response_tokens} tokens; "
             f"use at least {longest}",
         )
+
+
+def check_schedule(train: Train, steps: int, said: str) -> None:
+    """The learning rate's schedule fits the run. `said` is how the person wrote its length.
+
+    Raises:
+        ConfigError: it doesn't.
+    """
+    require(
+        train.warmup_steps + train.decay_steps <= steps,
+        f"train.warmup_steps={train.warmup_steps} and train.decay_steps={train.decay_steps} don't fit {said}; "
+        "lower them",
+    )

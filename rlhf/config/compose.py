@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.config.registry import GROUPS, SECTIONS, target_of
+from rlhf.config.registry import GROUPS, PROJECT_ROOT, SECTIONS, register, target_of
 from rlhf.config.run import Run
 from rlhf.config.suggest import unknown_key
 from rlhf.errors import ConfigError
@@ -41,6 +42,28 @@ def to_run(config: DictConfig) -> Run:
         hints = ", ".join(HINTS.get(key, f"{key}=...") for key in missing)
         raise ConfigError(f"missing value{'s' if len(missing) > 1 else ''}: write {hints}")
     return Run(**sections)
+
+
+def sections_of(overrides: list[str], names: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
+    """Some sections of the configuration that `rlhf.launch` would compose, without the checks across them.
+
+    Args:
+        overrides: As on the command line.
+        names: Groups and sections.
+        values: More keys, whose values are taken as they are.
+
+    Raises:
+        What `rlhf.config.messages.explain` says in one line.
+    """
+    register()
+    with initialize_config_dir(str(PROJECT_ROOT / "conf"), version_base="1.3"):
+        config = compose("config", overrides)
+    for key, value in values.items():
+        OmegaConf.update(config, key, value)
+    missing = sorted(key for key in OmegaConf.missing_keys(config) if key.partition(".")[0] in names)
+    if missing:
+        raise ConfigError(f"missing value: write {HINTS.get(missing[0], f'{missing[0]}=...')}")
+    return {name: _section(name, config) for name in names}
 
 
 def _section(name: str, config: DictConfig) -> Any:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from rlhf.config.base import require_at_least, require_text
+from rlhf.config.base import refuse_unused, require, require_at_least, require_text, written
+from rlhf.hub import hub_id
 
 
 class OnBadRow(Enum):
@@ -66,37 +67,76 @@ class ReasoningGymData(DataCommon):
 
 
 @dataclass(kw_only=True)
-class FileData(DataCommon):
-    """Your own rows: JSONL, JSON or Parquet files with `messages` or `prompt` columns."""
+class RowsData(DataCommon):
+    """Rows that exist already, in files or on a hub."""
+
+    prompt_column: str | None = None
+    """Column that holds the prompt, if it isn't called `messages` or `prompt`."""
+    response_column: str | None = None
+    """Column that holds the reference response, if it isn't called `response`."""
+    streaming: bool = False
+    """Read rows while training instead of before it, for rows that don't fit into memory. Files are read through
+    once before anything starts all the same, unless `data.on_bad_row=skip`; rows of a hub need it."""
+    shuffle_buffer: int = 10000
+    """With `data.streaming=true`: each row is drawn from the next so many; `data.shuffle=false` keeps their order."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("prompt_column", "response_column"):
+            if (column := getattr(self, key)) is not None:
+                require_text(f"data.{key}", column, "question")
+        require(
+            self.prompt_column is None or self.prompt_column != self.response_column,
+            f"data.prompt_column={self.prompt_column} and data.response_column={self.response_column} are one column",
+        )
+        require_at_least("data.shuffle_buffer", self.shuffle_buffer, 1)
+        if not (self.streaming and self.shuffle):
+            why = f"with data.streaming={written(self.streaming)} data.shuffle={written(self.shuffle)}"
+            remedy = "use data.streaming=true data.shuffle=true"
+            refuse_unused(self, "data", ("shuffle_buffer",), why, remedy)
+
+
+@dataclass(kw_only=True)
+class FileData(RowsData):
+    """Your own rows: JSONL, JSON, CSV or Parquet files with `messages` or `prompt` columns."""
 
     path: str = "???"
-    """A file, or a glob of files, ending in .jsonl, .json or .parquet."""
+    """A file that ends in .jsonl, .jsonl.gz, .json, .csv or .parquet, a glob of them, a folder that holds files of one
+    of these kinds, or a folder made by `datasets.save_to_disk`."""
     eval_path: str | None = None
     """Held-out rows, the first `eval.samples` of them; null holds out the last ones of `path`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_text("data.path", self.path, "rows.jsonl")
+        for key in ("path", "eval_path"):
+            value = getattr(self, key)
+            require(
+                value is None or hub_id(value, f"data.{key}") is None,
+                f"data.{key}={value} is on a hub; use data=hub data.name={value} (and data.split, data.eval_split)",
+            )
 
 
 @dataclass(kw_only=True)
-class HubData(DataCommon):
-    """A dataset of the Hugging Face hub, or a folder `datasets` can load."""
+class HubData(RowsData):
+    """A dataset of a hub, or a folder `datasets` can load."""
 
     name: str = "???"
-    """Hub id or folder, e.g. openai/gsm8k."""
+    """openai/gsm8k or hf://openai/gsm8k (Hugging Face), ms://OWNER/NAME (ModelScope), or a folder."""
     subset: str | None = None
     """Configuration of the dataset, e.g. main."""
     split: str = "train"
     """Rows to train on."""
     eval_split: str | None = None
     """Held-out rows, the first `eval.samples` of them; null holds out the last ones of `split`."""
-    prompt_column: str | None = None
-    """Column that holds the prompt, if it isn't called `messages` or `prompt`."""
-    response_column: str | None = None
-    """Column that holds the reference response, if it isn't called `response`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_text("data.name", self.name, "openai/gsm8k")
         require_text("data.split", self.split, "train")
+        hub_id(self.name, "data.name")
+        require(
+            not self.streaming or self.on_bad_row is OnBadRow.skip,
+            "data=hub data.streaming=true meets bad rows while training, where data.on_bad_row=error would end the run;"
+            " use data.on_bad_row=skip, or data.streaming=false",
+        )

@@ -29,6 +29,8 @@ REWRITES = [
     (r"Value '(.*)' of type '\w+' could not be converted to Integer", r"'\1' is not a whole number"),
     (r"Value '(.*)' is not a valid bool.*", r"'\1' is neither true nor false"),
     (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.", r"not a list; write [A,B,...]"),
+    (r"Cannot convert '(list|ListConfig)' to string.*", "takes one value, not a list"),
+    (r"Cannot convert '(dict|DictConfig)' to string.*", "takes one value, not a mapping"),
     (r"field '.*' is not Optional", "null is not allowed"),
     (r".*Merge error: .* is not a subclass of .*", r"a group takes the name of one option (see --help), got several"),
 ]

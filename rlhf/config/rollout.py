@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from rlhf.config.base import not_yet, refuse_unused, require, require_at_least, require_between, require_positive
+from rlhf.config.base import (
+    not_yet,
+    refuse_unused,
+    require,
+    require_at_least,
+    require_between,
+    require_positive,
+    written,
+)
 from rlhf.config.train import DType
 
 
@@ -26,6 +34,10 @@ class VllmRollout:
     """Sample from the smallest set of tokens with this much probability; 1 keeps all."""
     top_k: int = 0
     """Sample from the k most likely tokens; 0 keeps all."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end a response, besides the model's own end-of-sequence tokens."""
+    stop_tokens: list[str] = field(default_factory=list)
+    """The same by name, e.g. `rollout.stop_tokens=["<|endoftext|>"]`: added tokens of the tokenizer, not any text."""
     max_num_seqs: int = 64
     """Most requests the engine works on at once."""
     kv_cache_gb: float = 1.0
@@ -47,6 +59,9 @@ class VllmRollout:
         if self.temperature == 0:
             why = "with rollout.temperature=0 (greedy)"
             refuse_unused(self, "rollout", ("top_p", "top_k"), why, "use rollout.temperature=1")
+        for key in ("stop_token_ids", "stop_tokens"):
+            listed = list(getattr(self, key))
+            require(len(set(listed)) == len(listed), f"rollout.{key}={written(listed)} names one twice; keep one")
         require_at_least("rollout.max_num_seqs", self.max_num_seqs, 1)
         require_positive("rollout.kv_cache_gb", self.kv_cache_gb)
         require(

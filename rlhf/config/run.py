@@ -14,6 +14,9 @@ from rlhf.config.logger import Logger
 from rlhf.config.model import Model
 from rlhf.config.train import Train
 
+MOST_STEPS = 10_000_000
+"""A century at five minutes a step: more is a slip of the keyboard."""
+
 
 class EvalResponses(Enum):
     """Which responses the held-out divergence is measured on."""
@@ -35,8 +38,11 @@ class RunSection:
     Jobs of a sweep (-m) get folders of their own under multirun/ instead."""
     overwrite: bool = False
     """Delete what an earlier run of the same name left in the folder; false refuses to start there."""
-    steps: int = 16
-    """Optimizer steps."""
+    steps: int | None = 16
+    """Optimizer steps; null where `run.epochs` says how long the run is."""
+    epochs: int | None = None
+    """Passes over the training rows, instead of `run.steps`: `run.steps=null run.epochs=2`. Batches cross the borders
+    of epochs, and the last one is filled up with the first rows of one more: every row is seen so many times."""
     seed: int = 0
     """Seeds data order, sampling and initialisation."""
     save_every: int = 0
@@ -47,7 +53,19 @@ class RunSection:
             re.fullmatch(r"[A-Za-z0-9_.=,+-]+", self.name) is not None and not set(self.name) <= {"."},
             f"run.name may hold letters, digits and _ . - + = , only (and not be . or ..), got {self.name!r}",
         )
-        require_at_least("run.steps", self.steps, 1)
+        require(
+            self.steps is None or self.epochs is None,
+            f"run.steps={self.steps} and run.epochs={self.epochs} both say how long the run is; keep one: "
+            f"run.steps=null run.epochs={self.epochs}, or run.epochs=null",
+        )
+        require(
+            self.steps is not None or self.epochs is not None,
+            "run.steps=null and run.epochs=null: how long is the run? use run.steps=16, or run.epochs=1",
+        )
+        if self.steps is not None:
+            require_between("run.steps", self.steps, 1, MOST_STEPS)
+        if self.epochs is not None:
+            require_between("run.epochs", self.epochs, 1, MOST_STEPS)
         require_between("run.seed", self.seed, 0, 2**31 - 1)
         require_at_least("run.save_every", self.save_every, 0)
 

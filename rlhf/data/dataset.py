@@ -1,31 +1,49 @@
-"""From `data.*` to the two tables a run needs: rows to train on and rows held out."""
+"""From `data.*` to what a run needs: rows to train on and rows held out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.config.data import DataCommon, FileData, HubData, OnBadRow, ReasoningGymData
-from rlhf.data.rows import BadRow, Row, parse_row
-from rlhf.data.sources import RawRows, read_files, read_hub, read_reasoning_gym
-from rlhf.data.table import PromptTable
-from rlhf.data.tokenise import tokenise_rows
+import numpy as np
+
+from rlhf.config.data import DataCommon, FileData, HubData, OnBadRow, ReasoningGymData, RowsData
+from rlhf.data.bad_rows import BadRows
+from rlhf.data.cursor import Cursor, StreamCursor, TableCursor
+from rlhf.data.exercises import read_reasoning_gym
+from rlhf.data.files import read_files
+from rlhf.data.hub_rows import read_hub
+from rlhf.data.raw import RowSource
+from rlhf.data.read import read_chunks
+from rlhf.data.rows import BadRow
+from rlhf.data.stream import NO_RESPONSE, RowStream, first_rows, require_usable, survey
+from rlhf.data.table import PromptTable, concatenate
+from rlhf.data.tokenise import check_refusals
 from rlhf.errors import DataError
 from rlhf.types import Metrics
-
-LISTED = 20
-"""Bad rows listed in an error."""
 
 
 @dataclass(frozen=True)
 class Dataset:
     """What a run trains on and what it is evaluated on."""
 
-    train: PromptTable
+    train: PromptTable | RowStream
     held_out: PromptTable
     bad_rows: list[BadRow]
-    """Left out under data.on_bad_row=skip; empty otherwise."""
+    """Left out under data.on_bad_row=skip, as far as they are known before training; empty otherwise."""
     statistics: Metrics
+
+    @property
+    def train_rows(self) -> int | None:
+        """Usable rows to train on; None for a stream that wasn't read through."""
+        return self.train.rows if isinstance(self.train, RowStream) else len(self.train)
+
+    def cursor(self, seed: int, shuffle: bool, on_bad_row: Callable[[BadRow], None]) -> Cursor:
+        """At the first row. `on_bad_row` is told the rows that are left out while training."""
+        if isinstance(self.train, RowStream):
+            return StreamCursor(self.train, seed, shuffle, on_bad_row)
+        return TableCursor(self.train, seed, shuffle)
 
 
 def load(spec: DataCommon, tokenizer: Any, seed: int, eval_samples: int, eval_needs_response: bool) -> Dataset:
@@ -35,86 +53,145 @@ def load(spec: DataCommon, tokenizer: Any, seed: int, eval_samples: int, eval_ne
         spec: FileData, HubData or ReasoningGymData.
         tokenizer: The student's Hugging Face tokenizer.
         seed: `run.seed`; decides which rows a procedural task makes.
-        eval_samples: Rows held out: the first ones of `eval_path` or `eval_split`, else the last ones of all rows.
-        eval_needs_response: Held-out rows need a reference response.
+        eval_samples: Rows held out: the first ones of `eval_path` or `eval_split`, else the last ones of all rows (of
+            a stream, the first ones).
+        eval_needs_response: Held-out rows need a reference response. Under on_bad_row=skip those that have none are
+            passed over.
 
     Raises:
         DataError: rows, files or splits that can't be used; the first line says it all, bad rows are listed below it.
     """
-    source, train_rows, eval_rows = _open(spec, seed, eval_samples)
-    train, bad, total = _table(train_rows, tokenizer, spec)
-    held_out = None
-    if eval_rows is not None:
-        held_out, eval_bad, eval_total = _table(eval_rows, tokenizer, spec)
-        bad, total = bad + eval_bad, total + eval_total
-    if bad and spec.on_bad_row is OnBadRow.error:
-        raise DataError(_bad_rows_message(bad, total))
-
-    skipped = f" after {len(bad)} bad rows were left out" if bad else ""
-    if len(train) == 0:
-        raise DataError(f"{source} has no rows to train on{skipped}")
-    if held_out is None:
-        if len(train) <= eval_samples:
-            raise DataError(
-                f"{source} has {len(train)} rows{skipped}: holding out eval.samples={eval_samples} of them leaves none "
-                f"to train on; use eval.samples={len(train) - 1} or less, or more rows"
-            )
-        border = len(train) - eval_samples
-        train, held_out = train.select(range(border)), train.select(range(border, len(train)))
+    source, eval_source = open_sources(spec, seed, eval_samples)
+    need = eval_needs_response
+    if isinstance(spec, RowsData) and spec.streaming:
+        return _load_stream(spec, source, eval_source, tokenizer, eval_samples, need)
+    train, bad = _table(source, tokenizer, spec)
+    if eval_source is None:
+        _stop_at(bad, len(train) + len(bad), spec)
+        _require_rows(train, source, bad)
+        train, held_out = _split(train, source, eval_samples, need, spec, bad)
     else:
-        if len(held_out) < eval_samples:
-            raise DataError(
-                f"eval.samples={eval_samples}, but there are only {len(held_out)} held-out rows{skipped}; "
-                f"use eval.samples={len(held_out)} or more rows"
-            )
+        held_out, eval_bad = _table(eval_source, tokenizer, spec)
+        bad += eval_bad
+        _stop_at(bad, len(train) + len(held_out) + len(bad), spec)
+        _require_rows(train, source, bad)
+        if need and spec.on_bad_row is OnBadRow.skip:
+            lacking = [held_out.wheres[row] for row in np.flatnonzero(held_out.response_lengths == 0)]
+            bad += [BadRow(where, NO_RESPONSE) for where in lacking]
+            held_out = held_out.select(np.flatnonzero(held_out.response_lengths))
+        _require_held_out(len(held_out), eval_samples, bad)
         held_out = held_out.select(range(eval_samples))
-    if eval_needs_response:
+    if need:
         _require_responses(held_out)
     return Dataset(train, held_out, bad, _statistics(train, held_out, bad))
 
 
-def _open(spec: DataCommon, seed: int, eval_samples: int) -> tuple[str, RawRows, RawRows | None]:
-    """Name of the source, its rows, and the rows of a held-out source of their own (None: hold out the last ones)."""
+def open_sources(spec: DataCommon, seed: int, eval_samples: int) -> tuple[RowSource, RowSource | None]:
+    """The rows, and those of a held-out source of their own (None: hold out some of the rows)."""
     if isinstance(spec, ReasoningGymData):
         # One dataset, distinct indices: training and held-out rows are different draws.
-        return f"data.task={spec.task}", read_reasoning_gym(spec, spec.size + eval_samples, seed), None
+        return read_reasoning_gym(spec, spec.size + eval_samples, seed), None
     if isinstance(spec, FileData):
         own = spec.eval_path is not None and eval_samples > 0
-        held_out = read_files(spec.eval_path or "", "data.eval_path") if own else None
-        return f"data.path={spec.path}", read_files(spec.path, "data.path"), held_out
+        held_out = read_files(spec.eval_path or "", "data.eval_path", spec.streaming) if own else None
+        return read_files(spec.path, "data.path", spec.streaming), held_out
     if isinstance(spec, HubData):
         own = spec.eval_split is not None and eval_samples > 0
-        held_out = read_hub(spec, spec.eval_split or "") if own else None
-        return f"data.name={spec.name}", read_hub(spec, spec.split), held_out
+        return read_hub(spec, spec.split), read_hub(spec, spec.eval_split or "") if own else None
     raise AssertionError(f"no reader for {type(spec).__name__}")
 
 
-def _table(raw_rows: RawRows, tokenizer: Any, spec: DataCommon) -> tuple[PromptTable, list[BadRow], int]:
-    """The usable rows, the bad ones in the order of the source, and how many rows there were."""
-    rows: list[Row] = []
-    bad: dict[str, BadRow] = {}
-    order: dict[str, int] = {}
-    for index, (where, raw) in enumerate(raw_rows):
-        order[where] = index
-        row = raw if isinstance(raw, BadRow) else parse_row(raw, where, index)
-        if isinstance(row, BadRow):
-            bad[where] = row
-        else:
-            rows.append(row)
-    table, refused = tokenise_rows(rows, tokenizer, spec)
-    bad |= {row.where: row for row in refused}
-    return table, sorted(bad.values(), key=lambda row: order[row.where]), len(order)
+def _load_stream(
+    spec: RowsData,
+    source: RowSource,
+    eval_source: RowSource | None,
+    tokenizer: Any,
+    eval_samples: int,
+    need_response: bool,
+) -> Dataset:
+    """Hold out the first rows. Under on_bad_row=error read everything once, so that no bad row ends the run later."""
+    held_out, bad, read = first_rows(eval_source or source, eval_samples, tokenizer, spec, need_response)
+    skip = read if eval_source is None else 0
+    rows = None
+    statistics: Metrics = {}
+    if spec.on_bad_row is OnBadRow.error:
+        found = survey(source, tokenizer, spec, BadRows())
+        found.bad.add(row for row in bad if eval_source is not None or row.reason == NO_RESPONSE)
+        if found.bad.count:
+            raise DataError(bad_rows_message(found.bad, found.rows + (read if eval_source is not None else 0)))
+        rows = len(found.prompt_lengths) - skip
+        statistics = {
+            "data/train_rows": float(rows),
+            "data/truncated_rows": float(found.truncated),
+            "data/prompt_tokens_mean": float(np.mean(found.prompt_lengths or [0])),
+            "data/prompt_tokens_max": float(max(found.prompt_lengths, default=0)),
+        }
+    _require_held_out(len(held_out), eval_samples, bad)
+    stream = RowStream(source, tokenizer, spec, skip, rows)
+    require_usable(stream)
+    statistics |= {"data/held_out_rows": float(len(held_out)), "data/bad_rows": float(len(bad))}
+    return Dataset(stream, held_out, bad, statistics)
 
 
-def _bad_rows_message(bad: list[BadRow], total: int) -> str:
+def _table(source: RowSource, tokenizer: Any, spec: DataCommon) -> tuple[PromptTable, list[BadRow]]:
+    """The usable rows, and the bad ones in the order of the source."""
+    chunks = list(read_chunks(source, tokenizer, spec))
+    table = concatenate([chunk.table for chunk in chunks])
+    check_refusals(len(table), [row for chunk in chunks for row in chunk.refused], tokenizer)
+    return table, [row for chunk in chunks for row in chunk.bad]
+
+
+def _split(
+    table: PromptTable, source: RowSource, eval_samples: int, need_response: bool, spec: DataCommon, bad: list[BadRow]
+) -> tuple[PromptTable, PromptTable]:
+    """The last rows are held out. Under on_bad_row=skip, the last ones that have what evaluation needs."""
+    if len(table) <= eval_samples:
+        raise DataError(
+            f"{source.name} has {len(table)} rows{_skipped(bad)}: holding out eval.samples={eval_samples} of them "
+            f"leaves none to train on; use eval.samples={len(table) - 1} or less, or more rows"
+        )
+    candidates = np.arange(len(table))
+    if need_response and spec.on_bad_row is OnBadRow.skip:
+        candidates = np.flatnonzero(table.response_lengths)
+        if len(candidates) < eval_samples:
+            raise DataError(
+                f"{source.name}: only {len(candidates)} rows have the reference response that eval.responses=dataset "
+                f"needs; use eval.samples={len(candidates)}, or eval.responses=student"
+            )
+    held_out = candidates[len(candidates) - eval_samples :]
+    return table.select(np.setdiff1d(np.arange(len(table)), held_out)), table.select(held_out)
+
+
+def _stop_at(bad: list[BadRow], total: int, spec: DataCommon) -> None:
+    if bad and spec.on_bad_row is OnBadRow.error:
+        raise DataError(bad_rows_message(BadRows().add(bad), total))
+
+
+def bad_rows_message(bad: BadRows, total: int) -> str:
+    """One line for the first, and a line a group if there are more."""
     first = (
-        f"{len(bad)} of {total} rows can't be used, the first is {bad[0]}; "
+        f"{bad.count} of {total} rows can't be used, the first is {bad.first}; "
         "use data.on_bad_row=skip to leave them out, or mend them"
     )
-    if len(bad) == 1:
-        return first
-    more = [f"  ... and {len(bad) - LISTED} more"] if len(bad) > LISTED else []
-    return "\n".join([first, *(f"  {row}" for row in bad[:LISTED]), *more])
+    return first if bad.count == 1 else "\n".join([first, *(f"  {line}" for line in bad.lines())])
+
+
+def _require_rows(train: PromptTable, source: RowSource, bad: list[BadRow]) -> None:
+    if len(train) == 0:
+        reason = f" ({BadRows().add(bad).lines()[0]})" if bad else ""
+        raise DataError(f"{source.name} has no rows to train on{_skipped(bad)}{reason}")
+
+
+def _require_held_out(rows: int, eval_samples: int, bad: list[BadRow]) -> None:
+    if rows < eval_samples:
+        raise DataError(
+            f"eval.samples={eval_samples}, but there are only {rows} held-out rows{_skipped(bad)}; "
+            f"use eval.samples={rows} or more rows"
+        )
+
+
+def _skipped(bad: list[BadRow]) -> str:
+    return f" after {len(bad)} bad rows were left out" if bad else ""
 
 
 def _require_responses(held_out: PromptTable) -> None:
@@ -122,7 +199,7 @@ def _require_responses(held_out: PromptTable) -> None:
     if missing:
         raise DataError(
             f"{len(missing)} of {len(held_out)} held-out rows have no reference response, the first is {missing[0]}; "
-            "use eval.responses=student, or give these rows a 'response'"
+            "use eval.responses=student, give these rows a 'response', or pass over them with data.on_bad_row=skip"
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.errors import one_line
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 UNSUPPORTED = {
     "completion": "'completion' is not read; call it 'response'",
@@ -15,6 +17,8 @@ UNSUPPORTED = {
     "chosen": "'chosen' (preference pairs) is not supported",
 }
 """Columns that other trainers give a meaning; to pass over them would train on something else than was meant."""
+NAMED = 8
+"""Columns named in a reason."""
 TAKEN = ("messages", "prompt", "response", "teacher_prompt")
 """Columns with a meaning of their own; all others are kept as they are."""
 
@@ -44,22 +48,31 @@ class BadRow:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.reason}"
+        return printable(f"{self.where}: {self.reason}")
+
+
+def printable(text: str) -> str:
+    """One line that can be written anywhere: rows and file names may hold what UTF-8 can't spell."""
+    return one_line(text).encode("utf-8", "backslashreplace").decode()
 
 
 class _Bad(Exception):
     """Carries the reason out of the checks below."""
 
 
-def parse_row(raw: Any, where: str, index: int) -> Row | BadRow:
+def parse_row(
+    raw: Any, where: str, index: int, prompt_column: str | None = None, response_column: str | None = None
+) -> Row | BadRow:
     """Check one raw row (a JSON object) and bring it into one shape.
 
     A row has `messages` (a list of {"role", "content"}) or `prompt` (a string, or such a list). If the last message is
     the assistant's it is the reference response; a column `response` gives it too. null is the same as absent.
+    `prompt_column` and `response_column` stand in for `messages`/`prompt` and `response`.
     """
     try:
         if not isinstance(raw, dict):
             raise _Bad(f"row is {_kind(raw)}, expected an object")
+        raw = _renamed(raw, prompt_column, response_column)
         row = {key: value for key, value in raw.items() if value is not None}
         if row.get("teacher_prompt"):
             raise _Bad("teacher_prompt (OPSD) is not available yet")
@@ -80,6 +93,25 @@ def parse_row(raw: Any, where: str, index: int) -> Row | BadRow:
     return Row(index, where, messages, response, {key: value for key, value in raw.items() if key not in TAKEN})
 
 
+def _renamed(raw: dict[str, Any], prompt_column: str | None, response_column: str | None) -> dict[str, Any]:
+    """The chosen columns under the names rows know; they displace columns that had these names before."""
+    chosen = {"prompt": prompt_column, "response": response_column}
+    row = {key: value for key, value in raw.items() if key not in chosen.values()}
+    for name, column in chosen.items():
+        if column is not None:
+            if column not in raw:
+                raise _Bad(f"no column '{column}' (data.{name}_column); {_columns(raw)}")
+            if name == "prompt":
+                row.pop("messages", None)
+            row[name] = raw[column]
+    return row
+
+
+def _columns(row: dict[str, Any]) -> str:
+    names = ", ".join(list(row)[:NAMED]) + (", ..." if len(row) > NAMED else "")
+    return f"the row has the columns {names}" if row else "the row has no columns"
+
+
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     if "messages" in row and "prompt" in row:
         raise _Bad("both 'messages' and 'prompt'; keep one")
@@ -94,7 +126,8 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(value, list):
             raise _Bad(f"prompt is {_kind(value)}, expected a string or a list of messages")
     else:
-        raise _Bad("no 'messages' or 'prompt'")
+        there = _columns(row)
+        raise _Bad(f"no 'messages' or 'prompt'; {there}" + (" (map one with data.prompt_column)" if row else ""))
     if not value:
         raise _Bad(f"{name} is an empty list")
     return [_message(message, number) for number, message in enumerate(value, start=1)]

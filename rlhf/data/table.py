@@ -83,3 +83,18 @@ def pack(
         wheres=tuple(wheres),
         columns=tuple(columns),
     )
+
+
+def concatenate(tables: Sequence[PromptTable]) -> PromptTable:
+    """The rows of all tables, in order."""
+    lengths = [table.lengths for table in tables]
+    response_lengths = [table.response_lengths for table in tables]
+    return PromptTable(
+        tokens=np.concatenate([EMPTY, *(table.tokens for table in tables)]),
+        offsets=offsets_of(np.concatenate([EMPTY, *lengths])),
+        response_tokens=np.concatenate([EMPTY, *(table.response_tokens for table in tables)]),
+        response_offsets=offsets_of(np.concatenate([EMPTY, *response_lengths])),
+        truncated=np.concatenate([np.zeros(0, dtype=bool), *(table.truncated for table in tables)]),
+        wheres=tuple(where for table in tables for where in table.wheres),
+        columns=tuple(columns for table in tables for columns in table.columns),
+    )

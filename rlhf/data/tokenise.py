@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from rlhf.errors import DataError, one_line
 
 BATCH = 256
 """Conversations handed to the tokenizer at once; it encodes them in parallel."""
+REFUSES = "the chat template refuses it: "
 
 
 def tokenise_rows(rows: Sequence[Row], tokenizer: Any, spec: DataCommon) -> tuple[PromptTable, list[BadRow]]:
@@ -30,7 +32,7 @@ def tokenise_rows(rows: Sequence[Row], tokenizer: Any, spec: DataCommon) -> tupl
     Raises:
         DataError: the tokenizer has no chat template or no EOS token.
     """
-    name = getattr(tokenizer, "name_or_path", "") or "this model"
+    name = tokenizer_name(tokenizer)
     if not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer of {name} has no chat template; use an instruct model, or put a chat_template.jinja "
@@ -69,6 +71,29 @@ def tokenise_rows(rows: Sequence[Row], tokenizer: Any, spec: DataCommon) -> tupl
     return table, bad
 
 
+def tokenizer_name(tokenizer: Any) -> str:
+    """Where it was loaded from."""
+    return getattr(tokenizer, "name_or_path", "") or "this model"
+
+
+def check_refusals(used: int, refused: Sequence[BadRow], tokenizer: Any) -> None:
+    """A template that refuses whatever it is given isn't the rows' fault.
+
+    Args:
+        used: Rows that were tokenised.
+        refused: Those that weren't.
+
+    Raises:
+        DataError: every row was refused by the template.
+    """
+    if used == 0 and refused and all(row.reason.startswith(REFUSES) for row in refused):
+        raise DataError(
+            f"the chat template of {tokenizer_name(tokenizer)} refuses every row ({len(refused)} of {len(refused)}): "
+            f"{refused[0].reason.removeprefix(REFUSES)}; mend the template (chat_template.jinja or "
+            "tokenizer_config.json), or change what it asks for (data.system_prompt, data.chat_template_args, roles)"
+        )
+
+
 def with_system_prompt(messages: list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:
     """`messages`, with `system_prompt` in front if there is one and the conversation has no system message."""
     if system_prompt is None or any(message["role"] in ("system", "developer") for message in messages):
@@ -82,22 +107,26 @@ def check_template_args(template: str, arguments: dict[str, Any]) -> None:
     Raises:
         DataError: a variable that the template doesn't read.
     """
+    known = _template_variables(template)
+    for name in arguments:
+        if name not in known:
+            own = sorted(known - {"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"})
+            reads = ", ".join(own) or "no variable"
+            raise DataError(f"data.chat_template_args.{name} has no effect: the chat template reads {reads}")
+
+
+@functools.cache
+def _template_variables(template: str) -> frozenset[str]:
     from jinja2 import Environment, TemplateSyntaxError, meta
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     environment.globals.clear()
     try:
         # `{% generation %}` is an extension of transformers; it reads no variable.
-        known = meta.find_undeclared_variables(
-            environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template))
-        )
+        parsed = environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template))
+        return frozenset(meta.find_undeclared_variables(parsed))
     except TemplateSyntaxError as error:
         raise DataError(f"the tokenizer's chat template can't be read: {one_line(error)}") from error
-    for name in arguments:
-        if name not in known:
-            own = sorted(known - {"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"})
-            reads = ", ".join(own) or "no variable"
-            raise DataError(f"data.chat_template_args.{name} has no effect: the chat template reads {reads}")
 
 
 def _encode(
@@ -112,7 +141,7 @@ def _encode(
             try:
                 results += _apply(tokenizer, [conversation], arguments)
             except Exception as error:
-                results.append(f"the chat template refuses it: {one_line(error)[:200]}")
+                results.append(f"{REFUSES}{one_line(error)[:200]}")
         return results
 
 

@@ -46,7 +46,7 @@ def start(run: Run, inputs: Inputs, objective: Objective) -> Roles:
         bundle_of = by_node(cluster.nodes, (run.train.tensor_parallel, run.rollout.tensor_parallel))
         trainer = RayTrainer(
             cluster,
-            TrainerSetup(inputs.student, inputs.teacher, run.train, objective, run.run.steps, run.run.seed),
+            TrainerSetup(inputs.student, inputs.teacher, run.train, objective, inputs.steps, run.run.seed),
             bundles=[bundle_of[device] for device in layout.trainer],
             share=SHARE,
         )

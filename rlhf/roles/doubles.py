@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhf.errors import MisalignedScores, StaleWeights
 from rlhf.roles.protocols import Engine, Scorer, Trainer
-from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Prompts, Rollouts, Sequences, offsets_of
+from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Prompts, Rollouts, Sequences
 
 T = TypeVar("T")
 
@@ -170,14 +170,8 @@ class DoubleEngine(Engine):
             self._response([version, *prompt.tolist(), *([] if greedy else [int(seed)])])
             for prompt, seed in zip(prompts.rows(), prompts.seeds, strict=True)
         ]
-        rows = [np.concatenate(pair) for pair in zip(prompts.rows(), responses, strict=True)]
-        sequences = Sequences(
-            sample_ids=prompts.sample_ids,
-            tokens=np.concatenate(rows),
-            offsets=offsets_of([len(row) for row in rows]),
-            prompt_lengths=np.diff(prompts.offsets).astype(np.int32),
-            logprobs=np.full(sum(map(len, responses)), -np.log(self.vocabulary), dtype=np.float32),
-        )
+        logprobs = [np.full(len(response), -np.log(self.vocabulary), dtype=np.float32) for response in responses]
+        sequences = Sequences.join(prompts.sample_ids, prompts.rows(), responses, logprobs)
         self.events.append(Event("greedy" if greedy else "generate", version, prompts))
         return Done(Rollouts(version, sequences, np.array([row[-1] == self.stop_token for row in responses])))
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from rlhf.batching import describe_plans
 from rlhf.config.rollout import VllmRollout
-from rlhf.data.cursor import EpochCursor
-from rlhf.data.table import PromptTable
+from rlhf.data.cursor import Cursor
 from rlhf.roles.protocols import Engine, Scorer, Trainer
 from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.requests import prompts_of
-from rlhf.types import Experience, Metrics, MiniBatch, Rollouts, Sequences
+from rlhf.types import Experience, Metrics, MiniBatch, Prompts, Rollouts, Sequences
 
 
 @dataclass
@@ -28,8 +28,7 @@ class LiveSource:
     scorer: Scorer
     engine: Engine
     evaluator: Evaluator
-    table: PromptTable
-    cursor: EpochCursor
+    cursor: Cursor
     make_minibatches: Callable[[Sequences], tuple[MiniBatch, ...]]
     rollout: VllmRollout
     batch_samples: int
@@ -45,7 +44,7 @@ class LiveSource:
             self.phase("eval")
             self.evaluator.after_step(step - 1, version)
             with self._timed("rollout", seconds):
-                prompts = prompts_of(self.table, self.cursor.take(self.batch_samples), seed=self.seed, step=step)
+                prompts = self._prompts(step)
                 rollouts = self.engine.generate(prompts, version).result()
                 self.engine.sleep().result()
             minibatches = self.make_minibatches(rollouts.sequences)
@@ -57,12 +56,22 @@ class LiveSource:
                 version=rollouts.version,
                 sequences=rollouts.sequences,
                 minibatches=minibatches,
-                metrics={**seconds, **describe(rollouts)},
+                metrics={
+                    **seconds,
+                    **self.cursor.metrics(),
+                    **describe(rollouts),
+                    **describe_plans([minibatch.plan for minibatch in minibatches], rollouts.sequences.lengths),
+                },
             )
         if self.evaluator.due(self.steps):
             version = self._sync({})
             self.phase("eval")
             self.evaluator.after_step(self.steps, version)
+
+    def _prompts(self, step: int) -> Prompts:
+        """The next rows of the data, as requests."""
+        draw = self.cursor.take(self.batch_samples)
+        return prompts_of(draw.table, range(len(draw.table)), seed=self.seed, step=step, numbers=draw.numbers)
 
     def _sync(self, seconds: Metrics) -> int:
         """Give the engine the trainer's weights -> the trainer's version, so that one that missed them refuses."""

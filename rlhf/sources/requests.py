@@ -18,12 +18,24 @@ def request_seed(seed: int, step: int, row: int, sample: int) -> int:
     return int.from_bytes(digest, "little") & 0x7FFF_FFFF
 
 
-def prompts_of(table: PromptTable, rows: Sequence[int] | np.ndarray, *, seed: int, step: int) -> Prompts:
-    """One request a row. Rows may repeat; each occurrence gets a seed of its own."""
+def prompts_of(
+    table: PromptTable,
+    rows: Sequence[int] | np.ndarray,
+    *,
+    seed: int,
+    step: int,
+    numbers: Sequence[int] | np.ndarray | None = None,
+) -> Prompts:
+    """One request a row. Rows may repeat; each occurrence gets a seed of its own.
+
+    Args:
+        rows: of the table.
+        numbers: what the sampler's seeds know the rows by; None: by their place in the table.
+    """
     prompts = [table.prompt(int(row)) for row in rows]
     occurrence: dict[int, int] = {}
     seeds = []
-    for row in map(int, rows):
+    for row in map(int, rows if numbers is None else numbers):
         sample = occurrence.get(row, 0)
         occurrence[row] = sample + 1
         seeds.append(request_seed(seed, step, row, sample))
@@ -37,14 +49,10 @@ def prompts_of(table: PromptTable, rows: Sequence[int] | np.ndarray, *, seed: in
 
 def reference_sequences(table: PromptTable, max_response_tokens: int) -> Sequences:
     """Every row with its reference response, cut to `max_response_tokens`. Every row must have one."""
-    pairs = []
+    responses = []
     for row in range(len(table)):
         response = table.response(row)
         assert response is not None, "checked when the data was loaded"
-        pairs.append((table.prompt(row), response[:max_response_tokens]))
-    return Sequences(
-        sample_ids=np.arange(len(pairs), dtype=np.int64),
-        tokens=np.concatenate([part for pair in pairs for part in pair]),
-        offsets=offsets_of([len(prompt) + len(response) for prompt, response in pairs]),
-        prompt_lengths=np.array([len(prompt) for prompt, _ in pairs], dtype=np.int32),
-    )
+        responses.append(response[:max_response_tokens])
+    prompts = [table.prompt(row) for row in range(len(table))]
+    return Sequences.join(np.arange(len(table), dtype=np.int64), prompts, responses)

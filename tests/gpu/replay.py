@@ -27,7 +27,7 @@ def losses_on_cpu(run_dir: Path, overrides: list[str]) -> list[float]:
     inputs = check_inputs(run)
     train = replace(run.train, dtype=DType.float32)
     trainer = MegatronTrainer(
-        TrainerSetup(inputs.student, inputs.teacher, train, build_objective(run), run.run.steps, run.run.seed)
+        TrainerSetup(inputs.student, inputs.teacher, train, build_objective(run), inputs.steps, run.run.seed)
     )
     losses = []
     for step, sequences in sorted(read(run_dir).items()):

@@ -41,6 +41,11 @@ EVERY_STEP = [
     "rollout/prompt_tokens_mean",
     "rollout/logprob_gap_mean",
     "perf/tokens_per_second",
+    "batch/tokens",
+    "batch/padding_share",
+    "batch/micro_batches",
+    "batch/rank_imbalance",
+    "data/epoch",
     "time/sync",
     "time/rollout",
     "time/score",
@@ -183,8 +188,10 @@ def test_interrupted_before_the_first_step(world: tuple[Path, list[str]], tmp_pa
 
 
 def test_a_sweep_in_bfloat16(world: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """Two jobs in one process, each with its own folder; trainer and engine in bfloat16 agree as far as it can."""
-    arguments = [*world[1], "train.dtype=bfloat16", "rollout.dtype=bfloat16", "eval.samples=0", "run.steps=1"]
+    """Two jobs in one process, each with its own folder; trainer and engine in bfloat16 agree as far as it can. One
+    epoch of a stream, whose rows make one batch; a stop token of one's own."""
+    arguments = [*world[1], "train.dtype=bfloat16", "rollout.dtype=bfloat16", "eval.samples=0", "data.streaming=true"]
+    arguments += ["run.steps=null", "run.epochs=1", "train.global_batch_samples=40", "rollout.stop_token_ids=[5]"]
     done = launch(["-m", *arguments, "run.seed=0,1"], tmp_path)
     assert done.returncode == 0, done.stderr
     (sweep,) = (tmp_path / "multirun").iterdir()
@@ -192,6 +199,8 @@ def test_a_sweep_in_bfloat16(world: tuple[Path, list[str]], tmp_path: Path) -> N
     for number in ("0", "1"):
         metrics = metrics_of(sweep / number)[1]
         assert metrics["rollout/logprob_gap_mean"] < 0.05
+        assert (metrics["data/epoch"], metrics["data/bad_rows"]) == (1.0, 0.0) and metrics["batch/tokens"] > 400
+        assert 2 not in metrics_of(sweep / number)
         losses.append(metrics["train/loss"])
         model = AutoModelForCausalLM.from_pretrained(sweep / number / "checkpoints" / "final", dtype="auto")
         assert model.dtype is torch.bfloat16

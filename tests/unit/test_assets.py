@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import json
+import logging
+import sys
 import threading
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf import assets
-from rlhf.errors import ModelError
+from rlhf.errors import ConfigError, ModelError
 from tests.unit.tiny import save_tiny_llama
 
 
@@ -211,3 +215,33 @@ def test_the_built_in_speaks_english() -> None:
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
     output = model.generate(**prompt, max_new_tokens=16, do_sample=False)
     assert "Paris" in tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
+
+
+def test_hub_schemes(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tiny))
+    assert assets.resolve("hf://org/name") == tiny
+    with pytest.raises(ModelError, match=r"^model\.path=ms://org/name needs the package modelscope: pip"):
+        assets.resolve("ms://org/name")
+    asked = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(tiny)
+
+    modelscope = types.SimpleNamespace(snapshot_download=download)
+    monkeypatch.setitem(sys.modules, "modelscope", modelscope)
+    assert assets.resolve("ms://org/name") == tiny
+    assert asked == [("org/name", {"allow_patterns": assets.WANTED})]
+
+    def away(name: str, **options: Any) -> str:
+        logging.getLogger("modelscope").warning("Retrying")
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr(modelscope, "snapshot_download", away)
+    with pytest.raises(ModelError, match=r"^ModelScope didn't give teacher\.model=ms://org/name \(OSError: no"):
+        assets.resolve("ms://org/name", key="teacher.model")
+    for name in ("hf://name", "ms://a/b/c", "hf://"):
+        with pytest.raises(ConfigError, match=rf"model\.path={name} is no id of .*; write model\.path=.*/NAME"):
+            assets.resolve(name)

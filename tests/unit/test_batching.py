@@ -5,9 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf.batching import MicroBatch, pack, plan_batch, response_rows, round_up, token_mean_weights
+from rlhf.batching import (
+    MicroBatch,
+    describe_plans,
+    pack,
+    plan_batch,
+    response_rows,
+    round_up,
+    steps_of,
+    token_mean_weights,
+)
+from rlhf.data.cursor import EpochCursor
 from rlhf.errors import ConfigError
-from rlhf.types import MicroBatchPlan, Sequences, offsets_of
+from rlhf.types import BatchPlan, MicroBatchPlan, Sequences, offsets_of
 
 # ---- alignment and packing ------------------------------------------------------------------------------------------
 
@@ -201,3 +211,46 @@ def test_every_response_token_weighs_the_same_and_together_one() -> None:
     weights = token_mean_weights(long)
     assert (weights.shape, weights.dtype) == ((21000,), np.float32)
     assert weights.sum(dtype=np.float64) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_plans_are_described_over_their_steps() -> None:
+    """Two ranks of one step: 50 + 40 tokens, and 30 padded to 32 + 28: counted by hand."""
+    micro = MicroBatchPlan
+    first = BatchPlan(((micro((0,), 50), micro((1,), 40)), (micro((2, 3), 60),)), True, 1)
+    lengths = np.array([50, 40, 30, 26, 10])
+    assert describe_plans([first], lengths) == {
+        "batch/tokens": 146.0,
+        "batch/padding_share": pytest.approx(4 / 150),
+        "batch/micro_batches": 3.0,
+        "batch/rank_imbalance": pytest.approx(90 / 75),
+    }
+    second = BatchPlan(((micro((4,), 10),), (micro((4,), 10),)), True, 1)
+    both = describe_plans([first, second], lengths)
+    assert both["batch/rank_imbalance"] == pytest.approx((90 + 10) / (75 + 10))
+    assert both["batch/tokens"] == 166 and both["batch/micro_batches"] == 5
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_described_padding_is_what_pack_pads(padding_free: bool) -> None:
+    lengths = [9, 5, 3, 7, 2]
+    ids, two = np.arange(5), np.zeros(1, dtype=np.int32)
+    sequences = Sequences.join(ids, [two] * 5, [np.zeros(length - 1, dtype=np.int32) for length in lengths])
+    plan = plan_batch(lengths, data_parallel=2, micro_batch_tokens=20, padding_free=padding_free, pad_multiple=4)
+    packed = [
+        pack(sequences, micro, padding_free=padding_free, pad_multiple=4) for rank in plan.ranks for micro in rank
+    ]
+    size = sum(batch.tokens.size for batch in packed)
+    described = describe_plans([plan], np.array(lengths))
+    assert described["batch/padding_share"] == pytest.approx(1 - sum(lengths) / size) and size > sum(lengths)
+    assert described["batch/micro_batches"] == len(packed)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "batch", "steps"), [(2, 10, 4, 5), (1, 10, 4, 3), (1, 3, 8, 1), (3, 8, 8, 3)]
+)
+def test_epochs_are_as_many_steps_as_take_every_row(epochs: int, rows: int, batch: int, steps: int) -> None:
+    assert steps_of(epochs, rows, batch) == steps
+    cursor = EpochCursor(rows, seed=0, shuffle=True)
+    taken = np.concatenate([cursor.take(batch) for _ in range(steps)])
+    assert np.bincount(taken, minlength=rows).min() >= epochs
+    assert np.bincount(taken[:-batch], minlength=rows).min() < epochs

@@ -25,7 +25,9 @@ from rlhf.config.compose import to_run
 from rlhf.config.messages import explain, interrupted
 from rlhf.config.model import SmolLM2With24Layers
 from rlhf.config.registry import GROUPS, PROJECT_ROOT, SECTIONS, target_of
-from rlhf.config.run import Run
+from rlhf.config.rollout import VllmRollout
+from rlhf.config.run import Eval, Run
+from rlhf.config.train import Train
 from rlhf.errors import ConfigError
 
 CONF = PROJECT_ROOT / "conf"
@@ -179,6 +181,7 @@ OUT_OF_RANGE = [
     "run.name=..",
     "run.name=''",
     "run.steps=0",
+    "run.steps=99999999999999999999",
     "run.seed=-1",
     "run.seed=4294967296",
     "run.save_every=-1",
@@ -254,6 +257,23 @@ def test_both_refusals_of_fullvocab_and_paths() -> None:
     assert "model.path is empty" in refusal("model=hf", "model.path=''")
 
 
+def test_epochs_stand_in_for_steps() -> None:
+    run = run_of("run.steps=null", "run.epochs=2", "train.warmup_steps=17")
+    assert (run.run.steps, run.run.epochs) == (None, 2)
+    file = ("data=file", "data.path=a.jsonl", "data.streaming=true")
+    assert run_of(*file, "run.steps=null", "run.epochs=2").data.streaming
+    assert "run.epochs must be in [1, 10000000], got 0" in refusal("run.steps=null", "run.epochs=0")
+
+
+def test_every_batch_size_names_its_unit() -> None:
+    """A number of things per batch says of what: samples, tokens, rows, sequences, steps."""
+    units = ("samples", "tokens", "seqs", "steps", "rows")
+    for spec in (Train, VllmRollout, Eval):
+        for field in dataclasses.fields(spec):
+            if "batch" in field.name or field.name.startswith("max_"):
+                assert field.name.endswith(units), field.name
+
+
 def test_limits_themselves_are_allowed() -> None:
     run_of("algo.beta=0", "rollout.top_p=1", "rollout.temperature=0", "train.adam_beta1=0", "train.clip_grad=0")
     run_of("algo.beta=1", "eval.samples=0", "run.seed=2147483647", "cluster.threads=1", "train.warmup_steps=16")
@@ -315,6 +335,23 @@ CONTRADICTIONS = {
     ),
     "placement.max_staleness=1": "placement.max_staleness=1 needs roles on devices of their own; placement=colocate "
     "allows 0",
+    "run.epochs=2": "run.steps=16 and run.epochs=2 both say how long the run is; keep one: run.steps=null "
+    "run.epochs=2, or run.epochs=null",
+    "run.steps=null": "run.steps=null and run.epochs=null: how long is the run? use run.steps=16, or run.epochs=1",
+    "data=file data.path=a.jsonl data.streaming=true data.on_bad_row=skip run.steps=null run.epochs=2": "run.epochs=2 "
+    "needs to know how many rows there are, and data.streaming=true data.on_bad_row=skip doesn't count them first; use "
+    "run.steps, or data.streaming=false",
+    "data=hub data.name=a/b data.streaming=true": "data=hub data.streaming=true meets bad rows while training, where "
+    "data.on_bad_row=error would end the run; use data.on_bad_row=skip, or data.streaming=false",
+    "data=file data.path=a.jsonl data.shuffle_buffer=5": "data.shuffle_buffer=5 has no effect with "
+    "data.streaming=false data.shuffle=true; use data.streaming=true data.shuffle=true, or leave "
+    "data.shuffle_buffer=10000",
+    "data=file data.path=hf://a/b": "data.path=hf://a/b is on a hub; use data=hub data.name=hf://a/b (and data.split, "
+    "data.eval_split)",
+    "data=hub data.name=ms://b": "data.name=ms://b is no id of ModelScope; write data.name=ms://OWNER/NAME",
+    "data=hub data.name=a/b data.prompt_column=c data.response_column=c": "data.prompt_column=c and "
+    "data.response_column=c are one column",
+    "rollout.stop_tokens=[x,x]": "rollout.stop_tokens=['x', 'x'] names one twice; keep one",
     "resume=auto": f"resume=auto {NOT_YET} resume=never",
     "resume=null": f"resume=null {NOT_YET} resume=never",
 }
@@ -377,7 +414,7 @@ MISTAKES = {
     "temperature=1": "unknown key temperature; did you mean rollout.temperature or distill.temperature?",
     "train.steps=1": "unknown key train.steps; did you mean run.steps?",
     "runs.steps=1": "unknown key runs; did you mean run?",
-    "run.folder=x": "unknown key run.folder; run has dir, name, overwrite, save_every, seed, steps",
+    "run.folder=x": "unknown key run.folder; run has dir, epochs, name, overwrite, save_every, seed, steps",
     "distill=fullvocab distill.k=8": "unknown key distill.k with distill=fullvocab; distill=topk has it",
     "teacher=none teacher.model=x": "unknown key teacher.model with teacher=none; teacher=colocated has it",
     "+algo.bta=1": "unknown key algo.bta; did you mean algo.beta?",
@@ -390,8 +427,10 @@ MISTAKES = {
     "algo.beta=abc": "algo.beta: 'abc' is not a number",
     "algo.beta=": "algo.beta: '' is not a number",
     "algo.beta=[1,2]": "algo.beta: '[1, 2]' is not a number",
+    "data=file data.path=[a,b]": "data.path: takes one value, not a list",
+    "data=file data.path={a:1}": "data.path: takes one value, not a mapping",
+    "rollout.stop_token_ids=[x]": "rollout.stop_token_ids[0]: 'x' is not a whole number",
     "run.steps=1.5": "run.steps: '1.5' is not a whole number",
-    "run.steps=null": "run.steps: null is not allowed",
     "logger.wandb=maybe": "logger.wandb: 'maybe' is neither true nor false",
     "train.dtype=fp16": "train.dtype: Invalid value 'fp16', expected one of [float32, bfloat16]",
     "distill.tail=cut": "distill.tail: Invalid value 'cut', expected one of [bucket, renormalise, drop]",

@@ -37,15 +37,15 @@ def test_resume_continues_exactly(taken: int) -> None:
     cursor = EpochCursor(10, seed=1, shuffle=True)
     cursor.take(taken)
     resumed = EpochCursor(10, seed=1, shuffle=True)
-    resumed.restore(json.loads(json.dumps(cursor.state())))
+    resumed.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
     assert resumed.take(23).tolist() == cursor.take(23).tolist()
 
 
 def test_resume_with_other_data_is_refused() -> None:
-    state = EpochCursor(10, seed=1, shuffle=True).state()
+    state = EpochCursor(10, seed=1, shuffle=True).state_dict()
     with pytest.raises(DataError, match="number of training rows was 10 and is 11 now"):
-        EpochCursor(11, seed=1, shuffle=True).restore(state)
+        EpochCursor(11, seed=1, shuffle=True).load_state_dict(state)
     with pytest.raises(DataError, match=r"run\.seed was 1 and is 2 now"):
-        EpochCursor(10, seed=2, shuffle=True).restore(state)
+        EpochCursor(10, seed=2, shuffle=True).load_state_dict(state)
     with pytest.raises(DataError, match=r"data\.shuffle was True and is False now"):
-        EpochCursor(10, seed=1, shuffle=False).restore(state)
+        EpochCursor(10, seed=1, shuffle=False).load_state_dict(state)

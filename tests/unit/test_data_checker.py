@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlhf.data.__main__ import main
+from rlhf.data.survey_report import histogram
 from tests.unit.tiny import save_tiny_llama
 
 
@@ -23,24 +25,59 @@ def write(path: Path, rows: list[object]) -> str:
 
 def test_lengths_and_bad_rows(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": "how many"}, {"prompt": "how many apples", "response": "two"}, {"prompt": 3}, "{broken"]
-    rows += [{"prompt": "what is the answer " * 30}]
+    rows += [{"prompt": "what is the answer " * 30}] * 3
     file = write(tmp_path / "rows.jsonl", rows)
-    assert main([file, "--model", model, "--max-length", "40", "--list", "2"]) == 1
+    assert main([file, "--model", model, "data.max_length=40", "--list", "2"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "2 rows can be used, 3 can't"
-    assert lines[1].split() == ["tokens", "rows", "mean", "median", "95", "%", "longest"]
-    assert lines[2].split()[:2] == ["prompts", "2"] and lines[3].split()[:2] == ["responses", "1"]
-    assert f"{file}:3: prompt is an int" in lines[4] and f"{file}:4: broken JSON" in lines[5]
-    assert lines[6] == "  ... and 1 more (--list N)"
+    assert lines[:2] == [f"data.path={file}", "2 rows can be used, 5 can't"]
+    assert lines[2].split() == ["tokens", "rows", "mean", "5", "%", "median", "95", "%", "99", "%", "longest"]
+    assert lines[3].split()[:2] == ["prompts", "2"] and lines[4].split()[:2] == ["responses", "1"]
+    assert "train.global_batch_samples=16 with responses of rollout.max_new_tokens=128" in lines[-4]
+    assert lines[-3].startswith("  3 x prompt has ") and lines[-3].endswith(f"{file}:5,6 ...")
+    assert lines[-2].startswith("  1 x prompt is an int") and lines[-1].startswith("  1 x broken JSON")
 
 
-def test_a_good_file(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([write(tmp_path / "rows.jsonl", [{"prompt": "how many"}]), "--model", model]) == 0
+def test_the_keys_are_the_launchers(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"q": "how many apples " * 9, "a": "two " * 9}, {"q": "how many pears", "a": "x"}]
+    file = write(tmp_path / "a=b.jsonl", rows)
+    keys = ["data.prompt_column=q", "data.response_column=a", "data.max_length=30", "data.truncation=left"]
+    keys += ["eval.max_response_tokens=4", "train.global_batch_samples=8", "train.padding_free=false"]
+    keys += [f"data.eval_path='{file}'", "rollout.max_new_tokens=10", "train.micro_batch_tokens=80"]
+    assert main([file, "--model", model, *keys]) == 0
     out = capsys.readouterr().out
-    assert "1 rows can be used, 0 can't" in out and out.splitlines()[3].split() == ["responses", "0"]
+    assert out.count("2 rows can be used, 0 can't") == 2 and f"data.eval_path={file}" in out
+    assert "1 prompts are cut to data.max_length=30 tokens" in out
+    assert "1 responses are longer than eval.max_response_tokens=4" in out
+    assert "in 4 micro-batches of at most train.micro_batch_tokens=80" in out
+    assert main([file, "--model", model, *keys[:4], "train.micro_batch_tokens=40"]) == 0
+    assert "no batch can be made: a sample of " in capsys.readouterr().out
 
 
-def test_a_missing_file_is_one_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nowhere.jsonl", "--model", model]) == 1
+def test_a_file_without_rows_fails(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([write(tmp_path / "EMPTY.JSONL", [" "]), "--model", model]) == 1
+    assert capsys.readouterr().out.endswith("0 rows can be used, 0 can't\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.jsonl"], "data.path=nowhere.jsonl: no such file"),
+        (["rows.jsonl", "data.max_lenth=3"], "unknown key data.max_lenth; did you mean data.max_length?"),
+        (["rows.jsonl", "data.path=x"], "rows.jsonl and data.path=x both name the rows; keep one"),
+        (["hf://a/b", "data=hub"], "hf://a/b and data=hub both name the rows; keep one"),
+        (["hf://a", "data.split=x"], "FILE=hf://a is no id of the Hugging Face hub; write FILE=hf://OWNER/NAME"),
+        (["data=hub"], "missing value: write data.name=openai/gsm8k"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], said: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--model", model]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and "nowhere.jsonl" in line
+    assert line.startswith(f"error: {said}")
+
+
+def test_histogram() -> None:
+    assert histogram(np.array([5])) == ["5-5  1 " + "#" * 40]
+    lines = histogram(np.array([1] * 4 + [7] * 2 + [20]))
+    assert lines[0] == " 1- 3  4 " + "#" * 40
+    assert lines[2] == " 7- 9  2 " + "#" * 20 and lines[1] == " 4- 6  0"
+    assert lines[-1] == "19-20  1 " + "#" * 10 and len(lines) == 7

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import logging
 import random
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlhf.config.data import HubData, ReasoningGymData
+from rlhf.config.data import HubData, OnBadRow, ReasoningGymData
+from rlhf.data.exercises import read_reasoning_gym
+from rlhf.data.files import read_files
+from rlhf.data.hub_rows import read_hub
 from rlhf.data.rows import BadRow
-from rlhf.data.sources import read_files, read_hub, read_reasoning_gym
 from rlhf.errors import DataError
 
 
@@ -55,16 +61,18 @@ def test_a_file_name_with_brackets_is_no_glob(tmp_path: Path) -> None:
 
 
 def test_unusable_files(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "a.txt").write_text("x")
     (tmp_path / "lines.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     (tmp_path / "object.json").write_text('{"prompt": "a"}')
     (tmp_path / "latin.json").write_bytes(b'["\xff"]')
     (tmp_path / "bad.parquet").write_text("no parquet")
+    (tmp_path / "empty").mkdir()
     cases = {
         "absent.jsonl": r"data\.path=.*no such file",
         "*.jsonl": r"data\.path=.*matches none",
-        "a.csv": r"a\.csv ends in none of \.jsonl, \.json, \.parquet",
-        "": r"is a folder; name its files, e\.g\. data\.path='.*/\*\.jsonl'",
+        "a.txt": r"a\.txt ends in none of \.jsonl, \.jsonl\.gz, \.json, \.csv, \.parquet",
+        "": r"holds \.json and \.parquet files; say which: 'data\.path=.*/\*\.json'",
+        "empty": r"is a folder without files that end in \.jsonl",
         "lines.json": r"lines\.json:2: broken JSON: Extra data at column 1; .* end in \.jsonl",
         "object.json": r"object\.json: a \.json file is one array of objects",
         "latin.json": r"latin\.json: not UTF-8",
@@ -79,6 +87,92 @@ def test_unusable_files(tmp_path: Path) -> None:
         read_files("x.jsonl", "data.eval_path")
 
 
+def test_what_json_cannot_hold_is_a_bad_row(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    lines = [
+        b'{"prompt": "a", "level": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "level": -Infinity}',
+        b'{"prompt": "a\0"}',
+        b'{"prompt": "b\\u0000"}',
+    ]
+    file.write_bytes(b"\r\n".join(lines))
+    *bad, (where, good) = read_files(str(file))
+    assert (where, good) == (f"{file}:6", {"prompt": "b\0"})
+    assert [row.reason.removeprefix("broken JSON: ") for _, row in bad] == [
+        "Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits",
+        "nested too deeply",
+        "NaN is no JSON value, write null",
+        "-Infinity is no JSON value, write null",
+        "Invalid control character at at column 14",
+    ]
+    for line, reason in zip(
+        lines[:3], ("Exceeds the limit .* 5000 digits$", "nested too deeply", "NaN is no"), strict=True
+    ):
+        (tmp_path / "b.json").write_bytes(b"[" + line + b"]")
+        with pytest.raises(DataError, match=f"broken JSON: {reason}"):
+            list(read_files(f"{tmp_path}/b.json"))
+
+
+def test_gzip_and_csv(tmp_path: Path) -> None:
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"prompt": "a"}\n{'))
+    assert [where for where, _ in read_files(str(packed))] == [f"{packed}:1", f"{packed}:2"]
+    packed.write_bytes(packed.read_bytes()[:-12])
+    with pytest.raises(DataError, match=r"data\.path: .*a\.jsonl\.gz can't be read"):
+        list(read_files(str(packed)))
+    table = tmp_path / "a.csv"
+    long = "x" * 200_000
+    table.write_text(f'\ufeffprompt,response\n"two\nlines",b\n\nc,\nd\n{long},e\n')
+    assert list(read_files(str(table))) == [
+        (f"{table}:3", {"prompt": "two\nlines", "response": "b"}),
+        (f"{table}:5", {"prompt": "c", "response": None}),
+        (f"{table}:6", BadRow(f"{table}:6", "1 values, the header has 2 columns")),
+        (f"{table}:7", {"prompt": long, "response": "e"}),
+    ]
+    for text, message in [('a,b\n"x"y,z\n', r"a\.csv:2: broken CSV"), ("a,a\n1,2\n", "names a column twice: a, a")]:
+        table.write_text(text)
+        with pytest.raises(DataError, match=message):
+            list(read_files(str(table)))
+
+
+def test_folders(tmp_path: Path) -> None:
+    import datasets
+
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name}) + "\n")
+    (tmp_path / "README.md").write_text("about")
+    assert [row["prompt"] for _, row in read_files(str(tmp_path))] == ["a", "b"]
+    rows = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    rows.save_to_disk(str(tmp_path / "one"))
+    source = read_files(f"{tmp_path}/one", streaming=True)
+    assert list(source) == list(source) == [(f"{tmp_path}/one[{i}]", {"prompt": "ab"[i]}) for i in range(2)]
+    datasets.DatasetDict(test=rows, train=rows).save_to_disk(str(tmp_path / "two"))
+    with pytest.raises(DataError, match=r"data\.path=.*two holds the splits test, train; name one, e\.g\. .*two/test"):
+        read_files(f"{tmp_path}/two")
+    (tmp_path / "one" / "data-00000-of-00001.arrow").write_text("x")
+    with pytest.raises(DataError, match=r"data\.path: .*one can't be loaded: "):
+        list(read_files(f"{tmp_path}/one"))
+
+
+def test_files_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("{}\n")
+    with pytest.raises(DataError, match=r"data\.path=/dev/null is no regular file"):
+        read_files("/dev/null")
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(DataError, match=r"a\.json is one array, which can't be streamed; use \.jsonl"):
+        read_files(f"{tmp_path}/a.json", streaming=True)
+
+    def refuse(self: Path, *args: Any, **options: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)  # tests may run as root, who is refused nothing
+    with pytest.raises(DataError, match=r"^data\.path: .*a\.jsonl can't be read: .*Permission denied"):
+        list(read_files(str(file)))
+
+
 class FakeRows(list[dict[str, Any]]):
     column_names = ("question", "answer", "messages")
 
@@ -87,7 +181,7 @@ class FakeRows(list[dict[str, Any]]):
 def fake_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def load_dataset(name: str, subset: str | None, split: str) -> FakeRows:
+    def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> FakeRows:
         if split == "nosplit":
             raise ValueError("Unknown split\nnosplit")
         assert (name, subset) == ("org/sums", "main")
@@ -100,9 +194,7 @@ def hub(**options: Any) -> HubData:
     return HubData(name="org/sums", subset="main", **options)
 
 
-def test_hub_columns_are_renamed(fake_hub: None) -> None:
-    rows = read_hub(hub(prompt_column="question", response_column="answer"), "train")
-    assert list(rows) == [("org/sums/train[0]", {"prompt": "2 + 3?", "response": "5"})]
+def test_hub_rows_are_given_as_they_are(fake_hub: None) -> None:
     rows = read_hub(hub(), "train")
     assert list(rows) == [("org/sums/train[0]", {"question": "2 + 3?", "answer": "5", "messages": "other"})]
 
@@ -134,6 +226,64 @@ def test_hub_takes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [row["prompt"] for _, row in read_hub(spec, "train")] == ["a", "c"]
     with pytest.raises(DataError, match="split test can't be loaded"):
         read_hub(spec, "test")
+
+
+def test_hub_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def load_dataset(name: str, subset: str | None, **options: Any) -> FakeRows:
+        asked.append((name, subset, options))
+        return FakeRows([{"question": "a", "answer": "b", "messages": "c"}])
+
+    def load(name: str, **options: Any) -> Any:
+        asked.append((name, options))
+        return types.SimpleNamespace(ds_instance=FakeRows([{"prompt": "from ms"}]))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    modelscope = types.SimpleNamespace(MsDataset=types.SimpleNamespace(load=load))
+    spec = HubData(name="ms://org/sums", subset="main", prompt_column="question")
+    with pytest.raises(DataError, match=r"data\.name=ms://org/sums .* needs the package modelscope: pip install mod"):
+        read_hub(spec, "train")
+    monkeypatch.setitem(sys.modules, "modelscope", types.SimpleNamespace(msdatasets=modelscope))
+    monkeypatch.setitem(sys.modules, "modelscope.msdatasets", modelscope)
+    assert list(read_hub(spec, "train")) == [("ms://org/sums/train[0]", {"prompt": "from ms"})]
+    read_hub(HubData(name="hf://org/sums", streaming=True, on_bad_row=OnBadRow.skip), "test")
+    assert asked == [
+        ("org/sums", {"subset_name": "main", "split": "train", "use_streaming": False}),
+        ("org/sums", None, {"split": "test", "streaming": True}),
+    ]
+
+
+def test_a_hub_that_is_away_is_one_line_without_retries(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import datasets
+
+    def load_dataset(*args: Any, **options: Any) -> Any:
+        for name in ("huggingface_hub.utils._http", "datasets.load"):
+            logging.getLogger(name).warning("Retrying in 1s [Retry 1/5].")
+        raise ConnectionError("Couldn't reach\nthe Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    level = logging.getLogger("huggingface_hub").level
+    with pytest.raises(DataError, match=r"^data\.name=a/b, split train can't .*Error: .*`hf download a/b --repo"):
+        read_hub(HubData(name="a/b"), "train")
+    assert caplog.records == [] and logging.getLogger("huggingface_hub").level == level
+
+
+def test_a_stream_tells_its_columns_with_its_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    stream = datasets.IterableDataset.from_generator(lambda: iter([{"question": "a"}, {"question": "b"}]))
+    assert stream.column_names is None
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: stream)
+    spec = HubData(name="a/b", streaming=True, on_bad_row=OnBadRow.skip, prompt_column="question")
+    assert [row["question"] for _, row in read_hub(spec, "train")] == ["a", "b"]
+    spec.prompt_column = None
+    with pytest.raises(DataError, match=r"set data\.prompt_column; the columns are question"):
+        read_hub(spec, "train")
 
 
 def test_gsm_symbolic_gives_worked_solutions_and_entries() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf.config.data import FileData, HubData, OnBadRow, ReasoningGymData, Truncation
 from rlhf.data.dataset import Dataset, load
+from rlhf.data.raw import RowSource
 from rlhf.errors import DataError
 from tests.unit.tiny import tiny_tokenizer
 
@@ -71,9 +72,9 @@ def test_bad_rows_stop_the_run_and_are_listed(tmp_path: Path, tokenizer: Any) ->
     first, *rows = str(caught.value).splitlines()
     assert first.startswith(f"3 of 6 rows can't be used, the first is {file}:1: broken JSON")
     assert "use data.on_bad_row=skip to leave them out" in first
-    assert [row.split(": ")[0] for row in rows] == [f"  {file}:1", f"  {file}:5", f"  {file}:6"]
-    assert rows[1].endswith("tokens, data.max_length is 64")
-    assert rows[2].endswith("prompt is an int, expected a string or a list of messages")
+    assert [row.rpartition(": ")[2] for row in rows] == [f"{file}:1", f"{file}:5", f"{file}:6"]
+    assert rows[0].startswith("  1 x broken JSON") and "tokens, data.max_length is 64" in rows[1]
+    assert rows[2].startswith("  1 x prompt is an int, expected a string or a list of messages")
 
 
 def test_one_bad_row_is_one_line_and_many_are_cut(tmp_path: Path, tokenizer: Any) -> None:
@@ -83,7 +84,8 @@ def test_one_bad_row_is_one_line_and_many_are_cut(tmp_path: Path, tokenizer: Any
     with pytest.raises(DataError) as caught:
         load(FileData(path=write(tmp_path / "a.jsonl", [{}] * 30)), tokenizer, 0, 1, True)
     lines = str(caught.value).splitlines()
-    assert len(lines) == 22 and lines[0].startswith("30 of 30 rows") and lines[-1] == "  ... and 10 more"
+    assert len(lines) == 2 and lines[0].startswith("30 of 30 rows")
+    assert lines[1].startswith("  30 x no 'messages' or 'prompt'") and lines[1].endswith("a.jsonl:1,2,3,4,5 ...")
 
 
 def test_bad_rows_can_be_skipped_and_are_reported(tmp_path: Path, tokenizer: Any) -> None:
@@ -131,7 +133,48 @@ def test_hub_splits(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {"train": sums(3), "test": sums(2, start=5)}
     monkeypatch.setattr(
         "rlhf.data.dataset.read_hub",
-        lambda spec, split: ((f"{split}[{i}]", row) for i, row in enumerate(rows[split])),
+        lambda spec, split: RowSource(split, lambda: ((f"{split}[{i}]", row) for i, row in enumerate(rows[split]))),
     )
     assert numbers(load(HubData(name="x", eval_split="test"), tokenizer, 0, 1, True)) == ([0, 1, 2], [5])
     assert numbers(load(HubData(name="x"), tokenizer, 0, 1, True)) == ([0, 1], [2])
+
+
+def test_held_out_rows_without_response_are_passed_over_under_skip(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [*sums(3), {"prompt": "x", "n": 3}, *sums(1, start=4)]
+    skip = OnBadRow.skip
+    one = load(FileData(path=write(tmp_path / "a.jsonl", rows), on_bad_row=skip), tokenizer, 0, 2, True)
+    assert numbers(one) == ([0, 1, 3], [2, 4]) and one.bad_rows == []  # still good to train on
+    own = FileData(path=write(tmp_path / "b.jsonl", sums(2)), eval_path=str(tmp_path / "a.jsonl"), on_bad_row=skip)
+    two = load(own, tokenizer, 0, 4, True)
+    assert numbers(two) == ([0, 1], [0, 1, 2, 4])
+    assert [str(row) for row in two.bad_rows] == [
+        f"{tmp_path}/a.jsonl:4: held out without the reference response that eval.responses=dataset needs"
+    ]
+    assert two.statistics["data/bad_rows"] == 1
+    with pytest.raises(DataError, match=r"only 0 rows have the reference .*; use eval\.samples=0, or eval\.responses"):
+        load(FileData(path=write(tmp_path / "c.jsonl", [{"prompt": "x"}] * 3), on_bad_row=skip), tokenizer, 0, 2, True)
+
+
+@pytest.mark.parametrize("on_bad_row", list(OnBadRow))
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_template_that_refuses_every_row_is_named_once(
+    on_bad_row: OnBadRow, streaming: bool, tmp_path: Path, tokenizer: Any
+) -> None:
+    broken = tiny_tokenizer(chat_template="{{ raise_exception('tools are needed') }}{{ messages }}")
+    broken.name_or_path = "my-model"
+    spec = FileData(path=write(tmp_path / "a.jsonl", sums(3)), on_bad_row=on_bad_row, streaming=streaming)
+    with pytest.raises(DataError) as caught:
+        load(spec, broken, 0, 2, True)
+    assert str(caught.value).startswith(
+        "the chat template of my-model refuses every row (3 of 3): tools are needed; mend the template"
+    )
+    assert "\n" not in str(caught.value)
+
+
+def test_columns_of_ones_own_files(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"question": f"{i} + 1?", "answer": str(i + 1), "n": i} for i in range(3)]
+    file = write(tmp_path / "a.jsonl", rows)
+    dataset = load(FileData(path=file, prompt_column="question", response_column="answer"), tokenizer, 0, 1, True)
+    assert numbers(dataset) == ([0, 1], [2]) and dataset.train.columns[0] == {"n": 0}
+    with pytest.raises(DataError, match=r"3 of 3 .* has the columns question, answer, n \(map one with data\.prompt_"):
+        load(FileData(path=file), tokenizer, 0, 1, True)

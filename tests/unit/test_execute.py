@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import rlhf.placements.colocate
 from rlhf.checkpoint import Checkpoints
 from rlhf.config.algo import GKD
 from rlhf.config.cluster import Cluster
-from rlhf.config.data import FileData
+from rlhf.config.data import FileData, OnBadRow
 from rlhf.config.distill import FullVocab, Tail, TopK
 from rlhf.config.logger import Logger
 from rlhf.config.model import Model
@@ -26,7 +27,7 @@ from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Eval, Run, RunSection
 from rlhf.config.teacher import ColocatedTeacher
 from rlhf.config.train import DType, Train
-from rlhf.data.dataset import Dataset
+from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import BadRow
 from rlhf.distill.fullvocab import FullVocabDistill
 from rlhf.distill.topk import TopKDistill
@@ -38,6 +39,7 @@ from rlhf.roles.doubles import Done, DoubleEngine, DoubleScorer, DoubleTrainer, 
 from rlhf.run_folder import RunFolder, check
 from rlhf.stopping import Stopped
 from tests.unit.test_live_source import table_of
+from tests.unit.tiny import tiny_tokenizer
 
 
 def run_of(folder: Path, **sections: Any) -> Run:
@@ -187,11 +189,11 @@ class Words:
         return " ".join(map(str, tokens.tolist()))
 
 
-def inputs_of(bad_rows: int = 0, held_out: int = 2) -> Inputs:
+def inputs_of(bad_rows: int = 0, held_out: int = 2, steps: int = 2) -> Inputs:
     bad = [BadRow(f"rows.jsonl:{i}", "no prompt") for i in range(1, bad_rows + 1)]
     statistics = {"data/truncated_rows": 0.0, "data/held_out_rows_also_in_train": 0.0}
     dataset = Dataset(table_of(10), table_of(held_out, first=50), bad, statistics)
-    return Inputs(Path("student"), Path("teacher"), None, Words(), (2,), dataset)  # type: ignore[arg-type]
+    return Inputs(Path("student"), Path("teacher"), None, Words(), (2,), dataset, steps)  # type: ignore[arg-type]
 
 
 def test_bad_rows_are_counted_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,9 +233,10 @@ def roles(monkeypatch: pytest.MonkeyPatch) -> Roles:
 def train_in(folder: Path, inputs: Inputs | None = None, **sections: Any) -> float | None:
     run = run_of(folder, **sections)
     claimed = RunFolder.claim(run.run, {})
-    log = build(run.logger, claimed.path, run.run.name, {}, run.run.steps)
+    inputs = inputs or inputs_of()
+    log = build(run.logger, claimed.path, run.run.name, {}, inputs.steps)
     try:
-        return train(run, inputs or inputs_of(), claimed, log)
+        return train(run, inputs, claimed, log)
     finally:
         log.close()
         claimed.release()
@@ -242,7 +245,7 @@ def train_in(folder: Path, inputs: Inputs | None = None, **sections: Any) -> flo
 def test_a_whole_run(tmp_path: Path, roles: Roles) -> None:
     folder = tmp_path / "test"
     settings = RunSection(name="test", dir=str(folder), steps=3, save_every=2)
-    assert train_in(folder, inputs_of(bad_rows=1), run=settings) == 1 / 4  # the double's KL at version 3
+    assert train_in(folder, inputs_of(bad_rows=1, steps=3), run=settings) == 1 / 4  # the double's KL at version 3
     assert roles.closed == 1
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["steps"], summary["bad_rows"], summary["roles"]) == (3, 1, ["trainer: a double"])
@@ -283,7 +286,7 @@ def test_a_failure_says_what_was_saved_and_gives_the_devices_back(
     roles.trainer = failing_at_step_2(RoleDied("the trainer ended"))(roles.trainer.events, roles.trainer.scored)
     settings = RunSection(name="test", dir=str(tmp_path), steps=3, save_every=save_every)
     with pytest.raises(RoleDied, match=rf"^the trainer ended; {said}.*traceback in {tmp_path}/traceback\.txt$"):
-        train_in(tmp_path, run=settings)
+        train_in(tmp_path, inputs_of(steps=3), run=settings)
     assert roles.closed >= 1
     assert "in train\n" in (tmp_path / "traceback.txt").read_text()
     assert not (tmp_path / "summary.json").exists()
@@ -315,3 +318,29 @@ def test_the_configuration_reaches_the_source(tmp_path: Path, roles: Roles) -> N
     asked = [event.what for event in roles.trainer.events if event.call == "generate"]
     assert [len(prompts) for prompts in asked] == [3, 3]
     assert {bucket.dtypes for bucket in roles.trainer.events[0].what} == {("bfloat16",)}
+
+
+def test_a_stream_lists_its_bad_rows_as_it_meets_them(
+    tmp_path: Path, roles: Roles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f'{{"prompt": "{i}", "response": "{i}"}}' if i % 3 else "{" for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    spec = FileData(path=str(tmp_path / "rows.jsonl"), streaming=True, shuffle=False, on_bad_row=OnBadRow.skip)
+    dataset = load(spec, tiny_tokenizer(), seed=0, eval_samples=1, eval_needs_response=True)
+    inputs = dataclasses.replace(inputs_of(), dataset=dataset)
+    folder = tmp_path / "test"
+    settings = RunSection(name="test", dir=str(folder), steps=2)
+    run = run_of(folder, run=settings, eval=Eval(samples=1), data=spec, train=Train(global_batch_samples=2))
+    claimed = RunFolder.claim(run.run, {})
+    log = build(run.logger, folder, "test", {}, 2)
+    report_data(inputs, folder, log)
+    train(run, inputs, claimed, log)
+    claimed.release()
+    listed = [line.partition(": ")[0].rpartition(":")[2] for line in (folder / "bad_rows.txt").read_text().splitlines()]
+    assert listed == ["1", "4", "7"], "line 1 before the held-out row, 4 and 7 in the steps; line 10 wasn't read"
+    assert json.loads((folder / "summary.json").read_text())["bad_rows"] == 3
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2 and f"further ones are listed in {folder}/bad_rows.txt: " in warnings[1]
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["data/bad_rows"] for step in steps if "train/loss" in step] == [1, 2]
+    assert steps[0]["data/held_out_rows"] == 1 and "data/train_rows" not in steps[0]

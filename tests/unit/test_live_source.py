@@ -12,7 +12,7 @@ from rlhf.algos.gkd import make_minibatches
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Eval, EvalResponses
 from rlhf.config.train import DType, Train
-from rlhf.data.cursor import EpochCursor
+from rlhf.data.cursor import TableCursor
 from rlhf.data.table import PromptTable, pack
 from rlhf.errors import MisalignedScores, StaleWeights
 from rlhf.roles.doubles import WEIGHTS, Done, DoubleEngine, DoubleScorer, DoubleTrainer, doubles
@@ -53,7 +53,6 @@ class Bench:
         self.phases: list[str] = []
 
     def source(self, report=None, phase=None) -> LiveSource:
-        table = table_of(10)
         self.evaluator = Evaluator(
             spec=self.eval,
             train=self.train,
@@ -69,8 +68,7 @@ class Bench:
             scorer=self.scorer,
             engine=self.engine,
             evaluator=self.evaluator,
-            table=table,
-            cursor=EpochCursor(len(table), self.seed, self.shuffle),
+            cursor=TableCursor(table_of(10), self.seed, self.shuffle),
             make_minibatches=partial(make_minibatches, train=self.train, data_parallel=1),
             rollout=self.rollout,
             batch_samples=self.batch_samples,
@@ -246,9 +244,10 @@ def test_evaluation_does_not_change_what_is_trained_on() -> None:
 
 
 def test_rows_come_in_the_cursors_order_across_epochs() -> None:
-    table, cursor = table_of(10), EpochCursor(10, seed=5, shuffle=True)
+    cursor = TableCursor(table_of(10), seed=5, shuffle=True)
     for experience in Bench(seed=5).run():
-        assert prompts_in(experience.sequences) == [table.prompt(row).tolist() for row in cursor.take(4)]
+        table = cursor.take(4).table
+        assert prompts_in(experience.sequences) == [table.prompt(row).tolist() for row in range(4)]
 
 
 def test_sample_ids_are_unique_across_steps() -> None:
@@ -262,8 +261,11 @@ def test_what_is_measured_of_a_step() -> None:
         assert set(experience.metrics) == {
             *("time/sync", "time/rollout", "time/score"),
             *("rollout/response_tokens_mean", "rollout/response_tokens_max", "rollout/prompt_tokens_mean"),
-            *("rollout/finished_share", "rollout/weight_version"),
+            *("rollout/finished_share", "rollout/weight_version", "data/epoch"),
+            *("batch/tokens", "batch/padding_share", "batch/micro_batches", "batch/rank_imbalance"),
         }
+        assert experience.metrics["data/epoch"] == pytest.approx(0.4 * experience.step)
+        assert experience.metrics["batch/tokens"] == len(sequences.tokens)
         assert all(experience.metrics[name] > 0 for name in experience.metrics if name.startswith("time/"))
         assert experience.metrics["rollout/response_tokens_max"] == sequences.response_lengths.max()
 

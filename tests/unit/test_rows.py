@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.data.bad_rows import BadRows
 from rlhf.data.rows import BadRow, Row, parse_row
 
 USER = {"role": "user", "content": "2 + 3?"}
@@ -57,8 +58,11 @@ def test_the_raw_row_is_left_alone() -> None:
     [
         ([1], "row is a list, expected an object"),
         (None, "row is null, expected an object"),
-        ({}, "no 'messages' or 'prompt'"),
-        ({"question": "x", "prompt": None}, "no 'messages' or 'prompt'"),
+        ({}, "no 'messages' or 'prompt'; the row has no columns"),
+        (
+            {"question": "x", "prompt": None},
+            "no 'messages' or 'prompt'; the row has the columns question (map one with data.prompt_column)",
+        ),
         ({"prompt": 3}, "prompt is an int, expected a string or a list of messages"),
         ({"prompt": True}, "prompt is a bool, expected a string or a list of messages"),
         ({"prompt": {"role": "user"}}, "prompt is an object, expected a string or a list of messages"),
@@ -103,3 +107,35 @@ def test_the_raw_row_is_left_alone() -> None:
 def test_reasons(raw: Any, reason: str) -> None:
     assert parse_row(raw, "x:1", 0) == BadRow("x:1", reason)
     assert str(BadRow("x:1", reason)) == f"x:1: {reason}"
+
+
+def test_chosen_columns_stand_in_and_displace() -> None:
+    raw = {"question": "2 + 3?", "answer": "5", "messages": "other", "response": "other", "level": 1}
+    row = parse_row(raw, "x:1", 0, "question", "answer")
+    assert row == Row(0, "x:1", [USER], "5", {"level": 1})
+    conversation = parse_row({"chat": [USER, ASSISTANT]}, "x:1", 0, "chat")
+    assert conversation == Row(0, "x:1", [USER], "5", {})
+    absent = parse_row({"question": "2 + 3?", "answer": None}, "x:1", 0, "question", "answer")
+    assert absent == Row(0, "x:1", [USER], None, {})
+    for prompt, response, column, key in [("q", None, "q", "prompt"), ("question", "a", "a", "response")]:
+        reason = f"no column '{column}' (data.{key}_column); the row has the columns question, level"
+        assert parse_row({"question": "x", "level": 1}, "x:1", 0, prompt, response) == BadRow("x:1", reason)
+
+
+def test_what_is_said_of_a_row_can_be_written() -> None:
+    bad = parse_row({"messages": [{"role": "a\nb\ud800", "content": "x"}]}, "x:1", 0)
+    assert str(bad).encode().startswith(b"x:1: message 1 has role 'a b\\ud800', expected")
+
+
+def test_bad_rows_are_grouped_by_reason() -> None:
+    long = [BadRow(f"a.jsonl:{i}", f"prompt has {i * 100} tokens, data.max_length is 64") for i in range(1, 9)]
+    bad = BadRows(shown=3).add([BadRow("b.parquet[7]", "empty prompt"), *long, BadRow("b.parquet[9]", "empty prompt")])
+    assert (bad.count, bad.first) == (10, BadRow("b.parquet[7]", "empty prompt"))
+    assert bad.lines() == [
+        "8 x prompt has 100 tokens, data.max_length is 64: a.jsonl:1,2,3 ...",
+        "2 x empty prompt: b.parquet[7,9]",
+    ]
+    bad.add([BadRow("a[1].jsonl:5", "empty prompt")])
+    assert bad.lines()[1] == "3 x empty prompt: b.parquet[7,9] a[1].jsonl:5"
+    many = BadRows().add(BadRow(f"a:{i}", f"message has role {chr(97 + i)}") for i in range(25))
+    assert len(many.lines()) == 21 and many.lines()[-1] == "5 x 5 other reasons"

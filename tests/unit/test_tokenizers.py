@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhf.errors import ModelError
-from rlhf.tokenizers import check_same_tokens, load_tokenizer, stop_token_ids
+from rlhf.errors import ConfigError, ModelError
+from rlhf.tokenizers import check_same_tokens, extra_stop_token_ids, load_tokenizer, stop_token_ids
 from tests.unit.tiny import tiny_tokenizer
 
 
@@ -80,3 +80,17 @@ def test_stop_token_ids(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(ModelError, match=r"generation_config\.json holds a list, expected an object"):
         stop_token_ids(tmp_path, tokenizer, 512)
+
+
+def test_extra_stop_tokens() -> None:
+    tokenizer = tiny_tokenizer()
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|endoftext|>"])
+    assert extra_stop_token_ids(tokenizer, [start, 300], ["<|endoftext|>"]) == tuple(sorted({start, end, 300}))
+    assert extra_stop_token_ids(tokenizer, [], []) == ()
+    size = len(tokenizer)
+    for wrong in (size, -1):
+        with pytest.raises(ConfigError, match=rf"stop_token_ids names {wrong}; .* 0 to {size - 1}$"):
+            extra_stop_token_ids(tokenizer, [start, wrong], [])
+    for text in ("what", "<|im_start|>user", ""):  # "what" is one token, but not wherever it stands
+        with pytest.raises(ConfigError, match=r"stop_tokens names '.*', which is no added token .* <pad>, "):
+            extra_stop_token_ids(tokenizer, [], [text])

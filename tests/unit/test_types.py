@@ -61,3 +61,16 @@ def test_samples_of_a_plan_are_those_of_all_ranks_and_micro_batches() -> None:
 def test_annotations_are_real_and_instances_frozen(cls: type) -> None:
     assert set(typing.get_type_hints(cls)) == {field.name for field in dataclasses.fields(cls)}
     assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def test_sequences_are_joined_from_prompts_and_responses() -> None:
+    """The example of the class."""
+    prompts = [np.array(row, dtype=np.int32) for row in ([5, 6], [7])]
+    responses = [np.array(row, dtype=np.int32) for row in ([8, 9], [4])]
+    logprobs = [np.array(row, dtype=np.float32) for row in ([-1, -2], [-3])]
+    ids = np.array([3, 4])
+    sequences = Sequences.join(ids, iter(prompts), responses, logprobs)
+    assert sequences.tokens.tolist() == [5, 6, 8, 9, 7, 4] and sequences.tokens.dtype == np.int32
+    assert sequences.offsets.tolist() == [0, 4, 6] and sequences.prompt_lengths.tolist() == [2, 1]
+    assert sequences.logprobs is not None and sequences.logprobs.tolist() == [-1, -2, -3]
+    assert sequences.sample_ids is ids and Sequences.join(ids, prompts, responses).logprobs is None

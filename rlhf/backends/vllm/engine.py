@@ -11,7 +11,7 @@ from rlhf.assets import read_config, weight_files
 from rlhf.backends.vllm.setup import EngineSetup
 from rlhf.backends.weight_sync import received
 from rlhf.errors import StaleWeights
-from rlhf.types import Bucket, Prompts, Rollouts, Sequences, offsets_of
+from rlhf.types import Bucket, Prompts, Rollouts, Sequences
 
 
 class VllmEngine:
@@ -139,14 +139,7 @@ class VllmEngine:
         logprobs = [
             np.asarray(output.logprobs.logprobs, dtype=np.float32)[output.logprobs.start_indices] for output in outputs
         ]
-        rows = [np.concatenate(pair) for pair in zip(prompts.rows(), responses, strict=True)]
-        sequences = Sequences(
-            sample_ids=prompts.sample_ids,
-            tokens=np.concatenate(rows),
-            offsets=offsets_of([len(row) for row in rows]),
-            prompt_lengths=np.diff(prompts.offsets).astype(np.int32),
-            logprobs=np.concatenate(logprobs),
-        )
+        sequences = Sequences.join(prompts.sample_ids, prompts.rows(), responses, logprobs)
         return Rollouts(version, sequences, np.array([output.finish_reason == "stop" for output in outputs]))
 
 
