@@ -496,6 +496,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Run]:
     module.execute = execute  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rlhf.execute", module)
     monkeypatch.setattr(launch, "failed", [])
+    monkeypatch.setattr(launch, "jobs", [])
     monkeypatch.setattr(launch, "FULL_ERROR", False)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.chdir(tmp_path)
@@ -526,7 +527,10 @@ def test_one_bad_job_does_not_stop_a_sweep(
     assert [Path(run.run.dir).relative_to(Path.cwd()) for run in executed] == [Path("sweep/0"), Path("sweep/2")]
     out, err = capsys.readouterr()
     assert err == "error: job 1 (algo.beta=9): algo.beta must be in [0.0, 1.0], got 9.0\n"
-    assert out.split("\n\n") == ["\njob 0: algo.beta=0", "job 1: algo.beta=9", "job 2: algo.beta=1\n"]
+    *jobs, sweep = out.split("\n\n")
+    assert jobs == ["\njob 0: algo.beta=0", "job 1: algo.beta=9", "job 2: algo.beta=1"]
+    assert sweep.splitlines()[0].startswith("Sweep: 3 jobs, 1 of them without a result; ")
+    assert [line.split()[:2] for line in sweep.splitlines()[2:]] == [["0", "0"], ["2", "1"], ["1", "9"]]
 
 
 def test_a_sweep_that_works(executed: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
