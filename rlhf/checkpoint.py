@@ -72,6 +72,11 @@ class Checkpoints:
         """The weights after the last step, which is `step`."""
         return self._save("final", step)
 
+    def go_on(self) -> None:
+        """Take over what an earlier part of the run, which has ended, left in the folder."""
+        self.remove_unfinished()
+        self.saved = [path for _, path in sorted(self._steps().items())]
+
     def best(self) -> dict[str, Any] | None:
         """What is noted in the best checkpoint; None while there is none."""
         path = self.folder / BEST / BEST_FILE
@@ -105,7 +110,9 @@ class Checkpoints:
                 if same is None:
                     self.trainer.save_state(unfinished / training_state.FOLDER).result()
                 else:
-                    shutil.copytree(same / training_state.FOLDER, unfinished / training_state.FOLDER, copy_function=link)
+                    shutil.copytree(
+                        same / training_state.FOLDER, unfinished / training_state.FOLDER, copy_function=link
+                    )
                 training_state.write(self.describe(step), unfinished)
         self.saved = [*(other for other in self.saved if other != path), path]
         return path
@@ -136,11 +143,15 @@ class Checkpoints:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
+    def _steps(self) -> dict[int, Path]:
+        """The complete `step_N` on disk."""
+        return {int(match[1]): path for path in self.on_disk() if (match := re.fullmatch(r"step_(\d+)", path.name))}
+
     def _delete_old(self) -> None:
         """All but the newest `keep_last`, also of those that an earlier part of this run wrote."""
         if not self.keep_last:
             return
-        steps = {int(match[1]): path for path in self.on_disk() if (match := re.fullmatch(r"step_(\d+)", path.name))}
+        steps = self._steps()
         for step in sorted(steps)[: -self.keep_last]:
             # Renamed first: a deletion that is cut short must not leave something that looks complete.
             unfinished = self.folder / f".{steps[step].name}.unfinished-{os.getpid()}"

@@ -166,15 +166,17 @@ def test_two_processes_go_on_exactly(name: str, of_two_ranks: list[dict[str, tup
         assert_same(*outcomes[name])
 
 
-def test_copies_are_written_once(
-    folder: Path, of_two_ranks: list[dict[str, tuple[Outcome, Outcome]]]
-) -> None:
+def test_copies_are_written_once(folder: Path, of_two_ranks: list[dict[str, tuple[Outcome, Outcome]]]) -> None:
     """The second copy writes its random states, and under the distributed optimizer its part of the moments."""
     keys = {
         name: [set(torch.load(folder / name / f"rank_{rank}.pt", weights_only=True)) for rank in (0, 1)]
         for name in of_two_ranks[0]
     }
-    alone, moments, whole = {"num_steps", "rng"}, {"num_steps", "rng", "optimizer"}, {"num_steps", "rng", "optimizer", "model"}
+    alone, moments, whole = (
+        {"num_steps", "rng"},
+        {"num_steps", "rng", "optimizer"},
+        {"num_steps", "rng", "optimizer", "model"},
+    )
     assert keys["dp2"] == [whole, alone]
     assert keys["dp2-distributed"] == keys["dp2-distributed-bfloat16"] == [whole, moments]
     assert keys["tp2"] == [whole, whole]

@@ -1,11 +1,11 @@
 """What one trainer process needs to go on exactly where it was: bit-exact, and only for the same layout.
 
-rank_0.pt   {"model": {name: tensor}, "optimizer": [[{"main": tensor, "step": ..., "exp_avg": ..., ...}]], "rng": {...}, ...}
+rank_0.pt   {"model": {name: tensor}, "optimizer": [[{"main": tensor, "step": ..., ...}]], "rng": {...}, "num_steps": 2}
 
 `optimizer` is a list of parameter groups, each a list of parameters in Megatron's order, which the layout decides.
-Copies of the model (data-parallel ranks) hold the same weights and, without the distributed optimizer, the same moments:
-those are written once, by the first copy, and read by all. `main` is there for bfloat16 only: the float32 parameters that
-AdamW steps; otherwise it steps the model's own.
+Copies of the model (data-parallel ranks) hold the same weights and, without the distributed optimizer, the same
+moments: those are written once, by the first copy, and read by all. `main` is there for bfloat16 only: the float32
+parameters that AdamW steps; otherwise it steps the model's own.
 """
 
 from __future__ import annotations
