@@ -110,16 +110,12 @@ def compare(before: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> li
     changed = [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
     refused = [key for key in changed if _matches(key, DECIDES)]
     if refused:
-        named = ", ".join(f"{_shown(key, new)} (was {_shown(key, old)})" for key in refused)
+        named = ", ".join(f"{_key(key)}={_value(key, new)} (was {_value(key, old)})" for key in refused)
         raise ConfigError(
             f"can't continue from {report.shown_path(checkpoint)} with {named}: that would be another run; write the "
             "former values, or start anew with resume=never and another run.name"
         )
-    return [
-        f"{_shown(key, new)} (was {written(old[key])})" if key in old else _shown(key, new)
-        for key in changed
-        if key not in OF_NO_INTEREST
-    ]
+    return [f"{_key(key)}={_value(key, new)} (was {_value(key, old)})" for key in changed if key not in OF_NO_INTEREST]
 
 
 def _newest(run_dir: Path) -> Path | None:
@@ -165,12 +161,15 @@ def _matches(key: str, table: tuple[str, ...]) -> bool:
     return any(key == entry or (entry.endswith(".*") and key.startswith(entry[:-1])) for entry in table)
 
 
-def _shown(key: str, values: dict[str, Any]) -> str:
+def _key(key: str) -> str:
     """As one writes it: a group's class is the group."""
+    return key.removesuffix("._target_")
+
+
+def _value(key: str, values: dict[str, Any]) -> str:
     if key not in values:
-        return f"no {key}"
-    name = key.removesuffix("._target_")
-    return f"{name}={written(values[key]).rpartition('.')[2] if name != key else written(values[key])}"
+        return "(none)"
+    return written(values[key]).rpartition(".")[2] if key.endswith("._target_") else written(values[key])
 
 
 # ---- once the rows are known ----------------------------------------------------------------------------------------
