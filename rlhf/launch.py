@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.config.arguments import check_arguments, check_folders
+from rlhf.config.arguments import check_arguments, check_folders, check_resume
 from rlhf.config.compose import to_run
 from rlhf.config.messages import explain, interrupted
 from rlhf.config.registry import PROJECT_ROOT, register
@@ -47,6 +47,7 @@ def job(config: DictConfig) -> float | None:
         jobs.append(done)
     try:
         check_folders(config, command.run.dir, sweep)
+        check_resume(config, command.sweep, sweep)
         if sweep:
             config.run.dir = command.runtime.output_dir
             config.run.name = f"{config.run.name}-{command.job.num}"

@@ -36,9 +36,11 @@ class LiveSource:
     seed: int
     phase: Callable[[str], None]
     """Told what is going on, for the progress bar."""
+    done: int = 0
+    """Steps that an earlier part of the run has trained on."""
 
     def __iter__(self) -> Iterator[Experience]:
-        for step in range(1, self.steps + 1):
+        for step in range(self.done + 1, self.steps + 1):
             seconds: Metrics = {}
             version = self._sync(seconds)
             self.phase("eval")

@@ -352,8 +352,16 @@ CONTRADICTIONS = {
     "data=hub data.name=a/b data.prompt_column=c data.response_column=c": "data.prompt_column=c and "
     "data.response_column=c are one column",
     "rollout.stop_tokens=[x,x]": "rollout.stop_tokens=['x', 'x'] names one twice; keep one",
-    "resume=auto": f"resume=auto {NOT_YET} resume=never",
-    "resume=null": f"resume=null {NOT_YET} resume=never",
+    "resume=null": "resume=null must be never, auto, or the folder of a run or a checkpoint",
+    "resume=3": "resume=3 must be never, auto, or the folder of a run or a checkpoint",
+    "resume=auto": "resume=auto continues from what run.save_every writes, and run.save_every=0 writes nothing; "
+    "use e.g. run.save_every=50",
+    "resume=auto run.save_every=1 run.overwrite=true": "resume=auto continues what run.overwrite=true deletes; "
+    "keep one",
+    "run.keep_last=2": "run.keep_last=2 has no effect with run.save_every=0; use run.save_every=50, or leave "
+    "run.keep_last=0",
+    "eval.keep_best=false": "eval.keep_best=false has no effect with eval.every=0; use eval.every=10, or leave "
+    "eval.keep_best=true",
 }
 
 
@@ -414,7 +422,7 @@ MISTAKES = {
     "temperature=1": "unknown key temperature; did you mean rollout.temperature or distill.temperature?",
     "train.steps=1": "unknown key train.steps; did you mean run.steps?",
     "runs.steps=1": "unknown key runs; did you mean run?",
-    "run.folder=x": "unknown key run.folder; run has dir, epochs, name, overwrite, save_every, seed, steps",
+    "run.folder=x": "unknown key run.folder; run has dir, epochs, keep_last, name, overwrite, save_every, seed, steps",
     "distill=fullvocab distill.k=8": "unknown key distill.k with distill=fullvocab; distill=topk has it",
     "teacher=none teacher.model=x": "unknown key teacher.model with teacher=none; teacher=colocated has it",
     "+algo.bta=1": "unknown key algo.bta; did you mean algo.beta?",
