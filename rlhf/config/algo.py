@@ -46,6 +46,6 @@ class GRPO:
 
 @dataclass(kw_only=True)
 class OPSD(GKD):
-    """On-policy self-distillation (arXiv 2601.18734): GKD whose teacher reads a privileged prompt (`teacher_prompt`) before
-    the student's response, such as the task with its solution. Every row must have one; under `algo=gkd` rows that have
-    one get the same, and the others plain GKD."""
+    """On-policy self-distillation (arXiv 2601.18734): GKD whose teacher reads a privileged prompt (`teacher_prompt`),
+    e.g. the task with its solution, before the student's response. Every row must have one. Under `algo=gkd`, rows that
+    have one get the same, and the others plain GKD."""
