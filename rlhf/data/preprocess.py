@@ -89,7 +89,7 @@ def _imported(name: str) -> Preprocessor:
         module = _import(name, lambda: importlib.import_module(dotted))
     else:
         raise ConfigError(
-            f"data.preprocessor={name} doesn't exist{_nearest(name, list(BUILT_IN))}; write {', '.join(BUILT_IN)}, "
+            f"data.preprocessor={name} doesn't exist; write {', '.join(BUILT_IN)}, "
             "package.module.function or file.py:function"
         )
     found = getattr(module, function, None)

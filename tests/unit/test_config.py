@@ -362,8 +362,8 @@ CONTRADICTIONS = {
     "eval.responses=dataset",
     "algo.sft_alpha=1": "algo.sft_alpha=1.0 has no effect where every response is the student's own (algo.lmbda=null); "
     "use algo.lmbda=0.5 or rollout=none, or leave algo.sft_alpha=0.0",
-    "data.max_response_length=64": "data.max_response_length=64 has no effect where every response is the student's own "
-    "(algo.lmbda=null); use algo.lmbda=0.5 or rollout=none, or leave data.max_response_length=512",
+    "data.max_response_length=64": "data.max_response_length=64 has no effect where every response is the student's "
+    "own (algo.lmbda=null); use algo.lmbda=0.5 or rollout=none, or leave data.max_response_length=512",
     "rollout=none train.micro_batch_tokens=700": "train.micro_batch_tokens=700 can't hold one sample of "
     "data.max_length=256 + data.max_response_length=512 tokens; use at least 768",
     "data.max_teacher_length=4000": "train.micro_batch_tokens=4096 can't hold one sample of "
