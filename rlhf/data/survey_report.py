@@ -68,6 +68,8 @@ def _cuts(found: Survey, responses: np.ndarray, sections: dict[str, Any]) -> lis
     """What is cut at the lengths of the configuration."""
     data, most = sections["data"], sections["eval"].max_response_tokens
     lines = []
+    if found.teacher_prompts:
+        lines.append(f"{found.teacher_prompts} rows have a teacher_prompt")
     if data.truncation is Truncation.left:
         lines.append(f"{found.truncated} prompts are cut to data.max_length={data.max_length} tokens")
     if cut := int((responses > most).sum()):

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rlhf.batching import pack, plan_batch, plan_on_ranks, response_rows
+from rlhf.config.algo import GKD
+from rlhf.config.rollout import NoRollout, VllmRollout
 from rlhf.config.run import Eval
 from rlhf.config.train import Train
 from rlhf.data.cursor import TableCursor
 from rlhf.data.table import PromptTable
 from rlhf.errors import ConfigError
+from rlhf.sources.build import source_of
 from rlhf.sources.dataset import DatasetSource
 from rlhf.sources.live import LiveSource
 from rlhf.sources.mixed import MixedSource, on_policy
 from rlhf.sources.privileged import privileged_sequences
 from rlhf.sources.requests import reference_sequences
 from rlhf.types import Experience
+from tests.unit.test_execute import run_of as run_of_config
 from tests.unit.test_live_source import Bench, table_of
 
 STEPS = 12
@@ -100,7 +105,7 @@ def test_never_on_policy_equals_the_dataset_source_step_by_step() -> None:
 
 
 def test_each_step_of_a_mix_is_that_of_one_of_the_pure_sources() -> None:
-    """Rows, sampler seeds and sample ids included; weights go to the engine only for on-policy steps and evaluations."""
+    """Rows, sampler seeds and sample ids included; weights go to the engine for on-policy steps and evaluation."""
     quiet = Eval(samples=3)
     bench = Bench(steps=STEPS, eval=quiet)
     found = run_of(MixedSource, bench, lmbda=0.5, max_response_tokens=99)
@@ -126,6 +131,25 @@ def test_the_draw_depends_on_seed_and_step_alone() -> None:
         step for step in range(8) if on_policy(0.6, 0, step) and on_policy(0.3, 0, step)
     ], "a larger share keeps the on-policy steps of a smaller one"
     assert all(on_policy(1.0, 0, step) and not on_policy(0.0, 0, step) for step in range(100))
+
+
+@pytest.mark.parametrize(
+    ("lmbda", "rollout", "kind"),
+    [
+        (None, VllmRollout(), LiveSource),
+        (1.0, VllmRollout(), LiveSource),
+        (0.5, VllmRollout(), MixedSource),
+        (0.0, VllmRollout(), DatasetSource),
+        (None, NoRollout(), DatasetSource),
+    ],
+)
+def test_the_configuration_chooses_the_source(lmbda: float | None, rollout: Any, kind: type, tmp_path: Path) -> None:
+    live = Bench().source()
+    fields = {field.name: getattr(live, field.name) for field in dataclasses.fields(live)}
+    engine = fields.pop("engine")
+    del fields["rollout"]
+    source = source_of(run_of_config(tmp_path, algo=GKD(lmbda=lmbda), rollout=rollout), engine, **fields)
+    assert type(source) is kind
 
 
 # ---- what the teacher reads -----------------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ class FrozenTeacher(Teacher):
         """Free the device's copy of the body; it hasn't changed."""
         for weight, kept in self.host:
             weight.data = kept
+        if self.host:
+            torch.cuda.empty_cache()  # an engine on the same GPU is another process
 
     def lasting_head(self) -> Callable[[Tensor], VocabHead]:
         return self.head  # its weights never change
