@@ -99,6 +99,28 @@ def _cut(
     raise AssertionError("a single row fits the budget")
 
 
+def plan_on_ranks(plan: BatchPlan, lengths: Sequence[int] | np.ndarray, micro_batch_tokens: int) -> BatchPlan:
+    """The same samples on the same ranks, in micro-batches of their own: for a teacher that reads other prompts.
+
+    Args:
+        lengths: tokens of each sample, as the teacher reads it.
+
+    Raises:
+        ConfigError: a sample is longer than `micro_batch_tokens`.
+    """
+    padded = [round_up(int(length), plan.pad_multiple) for length in lengths]
+    if max(padded) > micro_batch_tokens:
+        raise ConfigError(
+            f"a sample of {max(padded)} tokens, as the teacher reads it, doesn't fit train.micro_batch_tokens="
+            f"{micro_batch_tokens}; raise it, or lower data.max_teacher_length"
+        )
+    ranks = tuple(
+        _cut(padded, sorted(row for micro in rank for row in micro.rows), micro_batch_tokens, plan.padding_free)
+        for rank in plan.ranks
+    )
+    return BatchPlan(ranks=ranks, padding_free=plan.padding_free, pad_multiple=plan.pad_multiple)
+
+
 def describe_plans(plans: Sequence[BatchPlan], lengths: Int64[np.ndarray, " n"]) -> Metrics:
     """How well the samples fill the forward passes of one or several optimizer steps.
 

@@ -5,6 +5,7 @@ check inputs ► start Ray and the roles ► loop ► save ► summary ► shut 
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatche
 from rlhf.checkpoint import BEST, Checkpoints
 from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.run import Run
+from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import DType
 from rlhf.errors import RlhfError
 from rlhf.loggers.base import Continued, MetricLog
@@ -27,8 +29,9 @@ from rlhf.report import summary as report
 from rlhf.report.plot import plot_run
 from rlhf.resume import BAD_ROWS, Resume, check_data, content_of, described, find, finished, mark_of, prepare
 from rlhf.run_folder import RunFolder, check, keep_traceback
+from rlhf.sources.build import source_of
 from rlhf.sources.evaluation import Evaluator
-from rlhf.sources.live import LiveSource
+from rlhf.sources.steps import StepSource
 from rlhf.stopping import Stopped, unstoppable
 from rlhf.training_state import CHECKPOINTS, plain
 from rlhf.types import Metrics
@@ -159,8 +162,10 @@ def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles
     log.phase("start")
     if run.logger.console:
         length = f"\nrun.epochs={run.run.epochs}: {inputs.steps} steps" if run.run.epochs else ""
-        print(f"student {run.model.path}, teacher {run.teacher.model}\n{describe_data(inputs)}{length}", flush=True)
-        print("starting Ray, trainer and engine, then evaluating: about a minute ...", flush=True)
+        teacher = "itself" if isinstance(run.teacher, SelfTeacher) else run.teacher.model
+        roles = "trainer" if run.engine is None else "trainer and engine"
+        print(f"student {run.model.path}, teacher {teacher}\n{describe_data(inputs)}{length}", flush=True)
+        print(f"starting Ray, {roles}, then evaluating: about a minute ...", flush=True)
     try:
         return start(run, inputs, build_objective(run))
     except KeyboardInterrupt:
@@ -176,7 +181,7 @@ def build_source(
     log: MetricLog,
     bad_rows: BadRowList,
     report_evaluation: Callable[[int, Metrics], None],
-) -> LiveSource:
+) -> StepSource:
     """Where experiences come from, with the evaluation between them."""
     evaluator = Evaluator(
         spec=run.eval,
@@ -188,14 +193,17 @@ def build_source(
         total_steps=inputs.steps,
         report=report_evaluation,
     )
-    return LiveSource(
+    return source_of(
+        run,
+        roles.engine,
         trainer=roles.trainer,
         scorer=roles.scorer,
-        engine=roles.engine,
         evaluator=evaluator,
         cursor=inputs.dataset.cursor(run.run.seed, run.data.shuffle, bad_rows.add),
-        make_minibatches=lambda sequences: make_minibatches(sequences, run.train, roles.trainer.data_parallel),
-        rollout=run.rollout,
+        make_minibatches=lambda sequences: make_minibatches(
+            sequences, run.train, roles.trainer.data_parallel, run.algo.sft_alpha
+        ),
+        micro_batch_tokens=run.train.micro_batch_tokens,
         batch_samples=run.train.global_batch_samples,
         steps=inputs.steps,
         seed=run.run.seed,
@@ -234,7 +242,9 @@ def build_objective(run: Run) -> GKDObjective:
     return GKDObjective(
         beta=run.algo.beta,
         distill=distill,
-        sampler_temperature=comparable_temperature(run.rollout.temperature, run.rollout.top_p, run.rollout.top_k),
+        sampler_temperature=None
+        if run.engine is None
+        else comparable_temperature(run.engine.temperature, run.engine.top_p, run.engine.top_k),
     )
 
 
@@ -267,10 +277,12 @@ def describe_data(inputs: Inputs) -> str:
 
 
 def largest_gap(run: Run) -> float:
-    """Mean log-probability gap that deserves a warning."""
-    if run.rollout.logprob_gap_warning is not None:
-        return run.rollout.logprob_gap_warning
-    exact = run.rollout.dtype is DType.float32 and run.train.dtype is DType.float32
+    """Mean log-probability gap that deserves a warning; without an engine there is none."""
+    if run.engine is None:
+        return math.inf
+    if run.engine.logprob_gap_warning is not None:
+        return run.engine.logprob_gap_warning
+    exact = run.engine.dtype is DType.float32 and run.train.dtype is DType.float32
     return 1e-3 if exact else 0.1
 
 

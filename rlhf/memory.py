@@ -23,21 +23,24 @@ def check_memory(run: Run, architecture: Architecture) -> None:
     Raises:
         ConfigError: naming the key and a value that works.
     """
-    longest = run.data.max_length + run.rollout.max_new_tokens
+    engine = run.engine
+    if engine is None:
+        return
+    longest = run.data.max_length + engine.max_new_tokens
     blocks = math.ceil(longest / BLOCK_TOKENS) + 1
-    least = blocks * BLOCK_TOKENS * cache_bytes_per_token(architecture, run.rollout.dtype) / GIB
-    if run.rollout.kv_cache_gb < least:
+    least = blocks * BLOCK_TOKENS * cache_bytes_per_token(architecture, engine.dtype) / GIB
+    if engine.kv_cache_gb < least:
         raise ConfigError(
-            f"rollout.kv_cache_gb={run.rollout.kv_cache_gb:g} can't hold one sample of {longest} tokens; use at least "
+            f"rollout.kv_cache_gb={engine.kv_cache_gb:g} can't hold one sample of {longest} tokens; use at least "
             f"{math.ceil(least * 1000) / 1000:g}"
         )
     if run.cluster.device is not Device.cpu or run.cluster.address is not None:
         return  # other memory, or another machine's
-    asked = run.rollout.kv_cache_gb * run.rollout.gpus + run.cluster.object_store_gb
+    asked = engine.kv_cache_gb * engine.gpus + run.cluster.object_store_gb
     available = psutil.virtual_memory().available / GIB
     if asked > available:
         raise ConfigError(
-            f"rollout.kv_cache_gb={run.rollout.kv_cache_gb:g} and cluster.object_store_gb="
+            f"rollout.kv_cache_gb={engine.kv_cache_gb:g} and cluster.object_store_gb="
             f"{run.cluster.object_store_gb:g} need more than the {available:.1f} GiB of free memory here; lower them"
         )
 

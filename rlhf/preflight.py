@@ -11,12 +11,14 @@ from rlhf import assets, tokenizers
 from rlhf.backends.megatron.architecture import Architecture, refuse_unknown_fields
 from rlhf.backends.megatron.tensors import check_weights
 from rlhf.batching import steps_of
+from rlhf.config.algo import OPSD
 from rlhf.config.checks import check_schedule
 from rlhf.config.cluster import Device
 from rlhf.config.distill import TopK
-from rlhf.config.run import MOST_STEPS, EvalResponses, Run
-from rlhf.config.teacher import ColocatedTeacher
+from rlhf.config.run import MOST_STEPS, Run
+from rlhf.config.teacher import ColocatedTeacher, SelfTeacher
 from rlhf.data.dataset import Dataset, load
+from rlhf.data.rows import Needs
 from rlhf.errors import ConfigError, ModelError
 from rlhf.memory import check_memory
 
@@ -46,9 +48,10 @@ def check_inputs(run: Run) -> Inputs:
     """
     name = f"model.path={run.model.path}"
     student, architecture = check_student(run.model.path, run.model.drop_layers)
-    _check_lengths(run, architecture, name)
+    own = teachers_prompts(run) if isinstance(run.teacher, SelfTeacher) else {}
+    _check_lengths(run, architecture, name, {**students_prompts(run), **own})
     _check_divisible(run, architecture, name)
-    if run.cluster.device is Device.cpu and architecture.head_dim not in CPU_HEAD_DIMS:
+    if run.engine is not None and run.cluster.device is Device.cpu and architecture.head_dim not in CPU_HEAD_DIMS:
         raise ModelError(
             f"{name} has head_dim={architecture.head_dim}; vLLM on CPU attends with "
             f"{', '.join(map(str, CPU_HEAD_DIMS))} only"
@@ -62,15 +65,18 @@ def check_inputs(run: Run) -> Inputs:
     stop_token_ids = tokenizers.stop_token_ids(student, tokenizer, architecture.vocab)
     if not stop_token_ids:
         raise ModelError(f"{name} names no end-of-sequence token; add eos_token_id to its config")
-    extra = tokenizers.extra_stop_token_ids(tokenizer, run.rollout.stop_token_ids, run.rollout.stop_tokens)
-    stop_token_ids = tuple(sorted({*stop_token_ids, *extra}))
+    if run.engine is not None:
+        extra = tokenizers.extra_stop_token_ids(tokenizer, run.engine.stop_token_ids, run.engine.stop_tokens)
+        stop_token_ids = tuple(sorted({*stop_token_ids, *extra}))
     dataset = load(
         run.data,
         tokenizer,
         seed=run.run.seed,
         eval_samples=run.eval.samples,
-        eval_needs_response=run.eval.samples > 0 and run.eval.responses is EvalResponses.dataset,
+        eval_needs_response=run.reads_reference_responses,
+        needs=Needs(response=run.lmbda < 1, teacher_prompt=isinstance(run.algo, OPSD)),
     )
+    _check_lesson(run, dataset)
     return Inputs(student, teacher, architecture, tokenizer, stop_token_ids, dataset, _steps(run, dataset))
 
 
@@ -85,6 +91,15 @@ def _steps(run: Run, dataset: Dataset) -> int:
         raise ConfigError(f"{said}: more than {MOST_STEPS}; lower run.epochs")
     check_schedule(run.train, steps, said)
     return steps
+
+
+def _check_lesson(run: Run, dataset: Dataset) -> None:
+    """A student that reads what its teacher reads, and is the teacher, learns nothing."""
+    if isinstance(run.teacher, SelfTeacher) and dataset.statistics.get("data/teacher_prompt_rows") == 0:
+        raise ConfigError(
+            "teacher=self has nothing to teach, since no row has a teacher_prompt: teacher and student read the same; "
+            "use data.preprocessor=opsd_reference_solution (or your own), or teacher=colocated"
+        )
 
 
 def check_student(path: str, drop_layers: Sequence[int]) -> tuple[Path, Architecture]:
@@ -119,7 +134,7 @@ def _check_teacher(run: Run, student: Path, architecture: Architecture, tokenize
     name = f"teacher.model={run.teacher.model}"
     folder = assets.resolve(run.teacher.model, key="teacher.model")
     teacher = check_checkpoint(folder, name)
-    _check_lengths(run, teacher, name)
+    _check_lengths(run, teacher, name, {**students_prompts(run), **teachers_prompts(run)})
     _check_divisible(run, teacher, name)
     try:
         tokenizers.check_same_tokens(student, folder)
@@ -135,6 +150,17 @@ def _check_teacher(run: Run, student: Path, architecture: Architecture, tokenize
     return folder
 
 
+def students_prompts(run: Run) -> dict[str, int]:
+    """Key -> longest prompts that the student reads, and a teacher without privileged ones."""
+    return {"data.max_length": run.data.max_length}
+
+
+def teachers_prompts(run: Run) -> dict[str, int]:
+    """Key -> longest prompts that the teacher alone reads."""
+    given = run.data.max_teacher_length
+    return {} if given is None else {"data.max_teacher_length": given}
+
+
 def _check_divisible(run: Run, architecture: Architecture, name: str) -> None:
     """Tensor-parallel ranks get the same share of every layer."""
     ranks = run.train.tensor_parallel
@@ -146,14 +172,19 @@ def _check_divisible(run: Run, architecture: Architecture, name: str) -> None:
             )
 
 
-def _check_lengths(run: Run, architecture: Architecture, name: str) -> None:
-    """Every sequence the run may make has a position for each token."""
-    budgets = {"rollout.max_new_tokens": run.rollout.max_new_tokens}
-    if run.eval.samples > 0 and run.eval.responses is EvalResponses.dataset:
+def _check_lengths(run: Run, architecture: Architecture, name: str, prompts: dict[str, int]) -> None:
+    """Every sequence the run may make has a position for each token.
+
+    Args:
+        prompts: key -> longest prompts this model reads.
+    """
+    budgets = dict(run.response_limits)
+    if run.reads_reference_responses:
         budgets["eval.max_response_tokens"] = run.eval.max_response_tokens
-    for key, tokens in budgets.items():
-        if run.data.max_length + tokens > architecture.max_positions:
-            raise ConfigError(
-                f"data.max_length={run.data.max_length} + {key}={tokens} is more than the "
-                f"{architecture.max_positions} positions of {name}; lower one of them"
-            )
+    for prompt, prompt_tokens in prompts.items():
+        for key, tokens in budgets.items():
+            if prompt_tokens + tokens > architecture.max_positions:
+                raise ConfigError(
+                    f"{prompt}={prompt_tokens} + {key}={tokens} is more than the "
+                    f"{architecture.max_positions} positions of {name}; lower one of them"
+                )

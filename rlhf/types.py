@@ -147,6 +147,8 @@ class MiniBatch:
 
     plan: BatchPlan
     weights: Float32[np.ndarray, " R"]
+    target_weights: Float32[np.ndarray, " R"] | None = None
+    """Weights of each response token's cross entropy, which is added to the loss; None: it isn't."""
 
 
 @dataclass(frozen=True)

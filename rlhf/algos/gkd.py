@@ -12,13 +12,15 @@ from rlhf.algos.objective import RowBatch, Totals
 from rlhf.batching import plan_batch, token_mean_weights
 from rlhf.config.train import Train
 from rlhf.distill.base import Distill
+from rlhf.losses.cross_entropy import cross_entropy
 from rlhf.losses.heads import VocabHead
 from rlhf.types import MiniBatch, Sequences
 
 
 @dataclass(frozen=True)
 class GKDObjective:
-    """Loss = sum over response tokens of weight * divergence(teacher, student)."""
+    """Loss = sum over response tokens of weight * divergence(teacher, student), and of target weight * cross entropy
+    where the batch has target weights."""
 
     beta: float
     distill: Distill[Any]
@@ -43,10 +45,16 @@ class GKDObjective:
             teacher_head_of=teacher_head,
         )
         loss = (batch.weights * rows.loss).sum()
+        sums = {}
+        if batch.target_weights is not None:
+            target_losses = cross_entropy(student, batch.targets)
+            loss = loss + (batch.target_weights * target_losses).sum()
+            sums["train/cross_entropy"] = float(target_losses.detach().double().sum())
         totals = Totals(
             rows=len(rows.loss),
             weighted={"train/loss": float(loss.detach())},
-            sums={
+            sums=sums
+            | {
                 "train/divergence": float(rows.loss.detach().double().sum()),
                 "train/entropy": float(rows.entropy.double().sum()),
                 "distill/teacher_mass": float(rows.teacher_mass.double().sum()),
@@ -60,8 +68,15 @@ class GKDObjective:
         return loss, totals
 
 
-def make_minibatches(sequences: Sequences, train: Train, data_parallel: int) -> tuple[MiniBatch, ...]:
-    """One optimizer step on everything that was generated; every response token weighs the same."""
+def make_minibatches(
+    sequences: Sequences, train: Train, data_parallel: int, sft_alpha: float = 0.0
+) -> tuple[MiniBatch, ...]:
+    """One optimizer step on all responses; every token weighs the same.
+
+    Args:
+        sft_alpha: weight of the cross entropy beside the divergence; for dataset responses only, which are those
+            without log-probabilities: on its own samples a student would learn to repeat itself.
+    """
     plan = plan_batch(
         sequences.lengths,
         data_parallel=data_parallel,
@@ -69,7 +84,9 @@ def make_minibatches(sequences: Sequences, train: Train, data_parallel: int) -> 
         padding_free=train.padding_free,
         pad_multiple=train.pad_multiple,
     )
-    return (MiniBatch(plan=plan, weights=token_mean_weights(sequences)),)
+    weights = token_mean_weights(sequences)
+    supervised = sft_alpha > 0 and sequences.logprobs is None
+    return (MiniBatch(plan=plan, weights=weights, target_weights=sft_alpha * weights if supervised else None),)
 
 
 def comparable_temperature(temperature: float, top_p: float, top_k: int) -> float | None:

@@ -23,6 +23,8 @@ class RowBatch:
     """The response tokens."""
     behaviour_logprobs: Float[Tensor, " rows"] | None
     """Their log-probabilities under the sampler; None for dataset responses."""
+    target_weights: Float[Tensor, " rows"] | None = None
+    """Of the cross entropy of the targets, normalised as `weights` are; None: it is no part of the loss."""
 
 
 @dataclass

@@ -61,8 +61,8 @@ class TrainerActor:
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> None:
         self.trainer.score(sequences, minibatches)
 
-    def evaluate(self, sequences: Sequences, plan: BatchPlan) -> Metrics:
-        return self.trainer.evaluate(sequences, plan)
+    def evaluate(self, sequences: Sequences, plan: BatchPlan, teacher: tuple[Sequences, BatchPlan] | None) -> Metrics:
+        return self.trainer.evaluate(sequences, plan, teacher)
 
     @ray.method(num_returns="streaming", _generator_backpressure_num_objects=IN_FLIGHT)
     def buckets(self, dtype: str) -> Iterator[Any]:
@@ -157,8 +157,10 @@ class RayTrainer:
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> RayFuture[None]:
         return self._all("score", sequences, minibatches)
 
-    def evaluate(self, sequences: Sequences, plan: BatchPlan) -> RayFuture[Metrics]:
-        return self._all("evaluate", sequences, plan)
+    def evaluate(
+        self, sequences: Sequences, plan: BatchPlan, teacher: tuple[Sequences, BatchPlan] | None = None
+    ) -> RayFuture[Metrics]:
+        return self._all("evaluate", sequences, plan, teacher)
 
     def buckets(self, dtype: str) -> Iterator[Any]:
         """Rank 0 makes them, with the help of the ranks that share its model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf.config.base import not_yet, require_between
+from rlhf.config.base import not_yet, require_at_least, require_between
 
 
 @dataclass(kw_only=True)
@@ -15,14 +15,25 @@ class GKD:
     beta: float = 0.5
     """Divergence between teacher and student: 0 = forward KL(T||S), 1 = reverse KL(S||T), between: generalised
     Jensen-Shannon. The scale of the loss changes a lot with beta: compare runs by eval/forward_kl, not by loss."""
-    lmbda: float = 1.0
-    """Share of batches the student samples itself; the rest are dataset responses. Only 1 works today."""
+    lmbda: float | None = None
+    """Probability that a step trains on the student's own samples; else it takes the rows' reference responses. Drawn
+    from `run.seed` and the step's number alone. 0 starts no engine, and `rollout.*` is not used.
+    null: 1, or 0 with `rollout=none`."""
+    sft_alpha: float = 0.0
+    """Adds this times the cross entropy of the response tokens to the divergence, in steps on reference responses."""
+    seq_kd: bool = False
+    """Let the teacher write the responses of off-policy steps (sequence-level distillation). Not available yet."""
 
     def __post_init__(self) -> None:
         require_between("algo.beta", self.beta, 0.0, 1.0)
-        require_between("algo.lmbda", self.lmbda, 0.0, 1.0)
-        if self.lmbda != 1.0:
-            raise not_yet(f"algo.lmbda={self.lmbda:g} (dataset responses)", "algo.lmbda=1")
+        if self.lmbda is not None:
+            require_between("algo.lmbda", self.lmbda, 0.0, 1.0)
+        require_at_least("algo.sft_alpha", self.sft_alpha, 0)
+        if self.seq_kd:
+            raise not_yet(
+                "algo.seq_kd=true (it needs a teacher that generates)",
+                "algo.seq_kd=false, with responses the teacher wrote before: rollout=none data=file data.path=FILE",
+            )
 
 
 @dataclass(kw_only=True)
@@ -34,8 +45,7 @@ class GRPO:
 
 
 @dataclass(kw_only=True)
-class OPSD:
-    """On-policy self-distillation (arXiv 2601.18734): the teacher sees a privileged prompt. Not available yet."""
-
-    def __post_init__(self) -> None:
-        raise not_yet("algo=opsd", "algo=gkd")
+class OPSD(GKD):
+    """On-policy self-distillation (arXiv 2601.18734): GKD whose teacher reads a privileged prompt (`teacher_prompt`),
+    e.g. the task with its solution, before the student's response. Every row must have one. Under `algo=gkd`, rows that
+    have one get the same, and the others plain GKD."""

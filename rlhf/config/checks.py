@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhf.config.algo import GKD
+from rlhf.config.algo import GKD, OPSD
 from rlhf.config.base import not_yet, refuse_unused, require
 from rlhf.config.cluster import Device
 from rlhf.config.data import FileData, HubData, OnBadRow, RowsData
 from rlhf.config.distill import NoDistill
+from rlhf.config.placement import Colocate
 from rlhf.config.reward import NoReward
+from rlhf.config.rollout import NoRollout
 from rlhf.config.run import EvalResponses
-from rlhf.config.teacher import NoTeacher
+from rlhf.config.teacher import ColocatedTeacher, NoTeacher
 
 if TYPE_CHECKING:
     from rlhf.config.run import Run
@@ -25,22 +27,27 @@ def check(run: Run) -> None:
         ConfigError: naming the keys and what to write instead.
     """
     if isinstance(run.algo, GKD):
+        algo = "algo=opsd" if isinstance(run.algo, OPSD) else "algo=gkd"
         require(
             not isinstance(run.teacher, NoTeacher),
-            "algo=gkd needs a teacher, got teacher=none; use teacher=colocated",
+            f"{algo} needs a teacher, got teacher=none; use teacher=colocated",
         )
         require(
             not isinstance(run.distill, NoDistill),
-            "algo=gkd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
+            f"{algo} needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
         )
         require(
             isinstance(run.reward, NoReward),
-            "algo=gkd learns from a teacher and would ignore reward.*; use reward=none",
+            f"{algo} learns from a teacher and would ignore reward.*; use reward=none",
         )
+        _check_responses(run, run.algo)
+    if isinstance(run.teacher, ColocatedTeacher) and run.cluster.device is Device.cpu:
+        why = "with cluster.device=cpu, where device and host memory are one"
+        refuse_unused(run.teacher, "teacher", ("offload",), why, "use cluster.device=cuda")
     require(
-        run.train.gpus == run.rollout.gpus,
+        run.engine is None or run.train.gpus == run.engine.gpus,
         f"placement=colocate shares one set of devices: train.gpus={run.train.gpus} and "
-        f"rollout.gpus={run.rollout.gpus} must be equal",
+        f"rollout.gpus={getattr(run.rollout, 'gpus', None)} must be equal",
     )
     require(
         run.eval.samples == 0 or run.eval.samples >= run.train.data_parallel,
@@ -61,20 +68,50 @@ def check(run: Run) -> None:
         f"run.epochs={run.run.epochs} needs to know how many rows there are, and data.streaming=true "
         "data.on_bad_row=skip doesn't count them first; use run.steps, or data.streaming=false",
     )
-    longest = run.train.padded(run.data.max_length + run.rollout.max_new_tokens)
-    require(
-        run.train.micro_batch_tokens >= longest,
-        f"train.micro_batch_tokens={run.train.micro_batch_tokens} can't hold one sample of data.max_length="
-        f"{run.data.max_length} + rollout.max_new_tokens={run.rollout.max_new_tokens} tokens; use at least {longest}",
-    )
-    if run.eval.samples > 0 and run.eval.responses is EvalResponses.dataset:
-        longest = run.train.padded(run.data.max_length + run.eval.max_response_tokens)
+    _check_micro_batch(run)
+
+
+def _check_responses(run: Run, algo: GKD) -> None:
+    """Where the responses come from: the engine, the rows, or both."""
+    if isinstance(run.rollout, NoRollout):
         require(
-            run.train.micro_batch_tokens >= longest,
-            f"train.micro_batch_tokens={run.train.micro_batch_tokens} can't hold one held-out sample of "
-            f"data.max_length={run.data.max_length} + eval.max_response_tokens={run.eval.max_response_tokens} tokens; "
-            f"use at least {longest}",
+            run.lmbda == 0,
+            f"algo.lmbda={run.lmbda:g} trains on the student's own samples, and rollout=none starts no engine to take "
+            "them; use algo.lmbda=0, or rollout=vllm",
         )
+    if run.engine is None:
+        no_engine = "rollout=none" if isinstance(run.rollout, NoRollout) else "algo.lmbda=0"
+        require(
+            isinstance(run.placement, Colocate),
+            f"placement=separate gives the engine devices of its own, and {no_engine} starts none; use "
+            "placement=colocate",
+        )
+        require(
+            run.eval.samples == 0 or run.eval.responses is EvalResponses.dataset,
+            f"eval.responses=student needs an engine, and {no_engine} starts none; use eval.responses=dataset",
+        )
+    elif algo.lmbda is None:  # given, it may be one value of a sweep
+        why = "where every response is the student's own (algo.lmbda=null)"
+        remedy = "use algo.lmbda=0.5 or rollout=none"
+        refuse_unused(algo, "algo", ("sft_alpha",), why, remedy)
+        refuse_unused(run.data, "data", ("max_response_length",), why, remedy)
+
+
+def _check_micro_batch(run: Run) -> None:
+    """A micro-batch holds the longest sample there may be."""
+    prompts = {"data.max_length": run.data.max_length, "data.max_teacher_length": run.data.teacher_length}
+    responses = dict(run.response_limits)
+    if run.reads_reference_responses:
+        responses["eval.max_response_tokens"] = run.eval.max_response_tokens
+    for prompt, prompt_tokens in prompts.items():
+        for response, response_tokens in responses.items():
+            longest = run.train.padded(prompt_tokens + response_tokens)
+            held_out = "held-out " if response.startswith("eval.") else ""
+            require(
+                run.train.micro_batch_tokens >= longest,
+                f"train.micro_batch_tokens={run.train.micro_batch_tokens} can't hold one {held_out}sample of {prompt}="
+                f"{prompt_tokens} + {response}={response_tokens} tokens; use at least {longest}",
+            )
 
 
 def check_schedule(train: Train, steps: int, said: str) -> None:

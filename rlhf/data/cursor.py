@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from rlhf.config.data import OnBadRow
-from rlhf.data.read import Numbered, read_rows
+from rlhf.data.read import Numbered
 from rlhf.data.rows import BadRow
 from rlhf.data.stream import RowStream
 from rlhf.data.table import PromptTable, concatenate
@@ -148,7 +148,7 @@ class StreamCursor:
         tables: list[PromptTable] = []
         numbers: list[int] = []
         while len(numbers) < count:
-            chunk = read_rows(self._draw(count - len(numbers)), self.stream.tokenizer, self.stream.spec)
+            chunk = self.stream.read(self._draw(count - len(numbers)))
             self.usable += len(chunk.numbers)
             self._report(chunk.bad)
             tables.append(chunk.table)

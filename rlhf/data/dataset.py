@@ -16,7 +16,7 @@ from rlhf.data.files import read_files
 from rlhf.data.hub_rows import read_hub
 from rlhf.data.raw import RowSource
 from rlhf.data.read import read_chunks
-from rlhf.data.rows import BadRow
+from rlhf.data.rows import NOTHING_MORE, BadRow, Needs
 from rlhf.data.stream import NO_RESPONSE, RowStream, first_rows, require_usable, survey
 from rlhf.data.table import PromptTable, concatenate
 from rlhf.data.tokenise import check_refusals
@@ -46,7 +46,14 @@ class Dataset:
         return TableCursor(self.train, seed, shuffle)
 
 
-def load(spec: DataCommon, tokenizer: Any, seed: int, eval_samples: int, eval_needs_response: bool) -> Dataset:
+def load(
+    spec: DataCommon,
+    tokenizer: Any,
+    seed: int,
+    eval_samples: int,
+    eval_needs_response: bool,
+    needs: Needs = NOTHING_MORE,
+) -> Dataset:
     """Read, check, tokenise and split.
 
     Args:
@@ -57,6 +64,7 @@ def load(spec: DataCommon, tokenizer: Any, seed: int, eval_samples: int, eval_ne
             a stream, the first ones).
         eval_needs_response: Held-out rows need a reference response. Under on_bad_row=skip those that have none are
             passed over.
+        needs: What every row must have besides a prompt; one that lacks it is a bad row.
 
     Raises:
         DataError: rows, files or splits that can't be used; the first line says it all, bad rows are listed below it.
@@ -64,14 +72,14 @@ def load(spec: DataCommon, tokenizer: Any, seed: int, eval_samples: int, eval_ne
     source, eval_source = open_sources(spec, seed, eval_samples)
     need = eval_needs_response
     if isinstance(spec, RowsData) and spec.streaming:
-        return _load_stream(spec, source, eval_source, tokenizer, eval_samples, need)
-    train, bad = _table(source, tokenizer, spec)
+        return _load_stream(spec, source, eval_source, tokenizer, eval_samples, need, needs)
+    train, bad = _table(source, tokenizer, spec, needs)
     if eval_source is None:
         _stop_at(bad, len(train) + len(bad), spec)
         _require_rows(train, source, bad)
         train, held_out = _split(train, source, eval_samples, need, spec, bad)
     else:
-        held_out, eval_bad = _table(eval_source, tokenizer, spec)
+        held_out, eval_bad = _table(eval_source, tokenizer, spec, needs)
         bad += eval_bad
         _stop_at(bad, len(train) + len(held_out) + len(bad), spec)
         _require_rows(train, source, bad)
@@ -108,14 +116,15 @@ def _load_stream(
     tokenizer: Any,
     eval_samples: int,
     need_response: bool,
+    needs: Needs,
 ) -> Dataset:
     """Hold out the first rows. Under on_bad_row=error read everything once, so that no bad row ends the run later."""
-    held_out, bad, read = first_rows(eval_source or source, eval_samples, tokenizer, spec, need_response)
+    held_out, bad, read = first_rows(eval_source or source, eval_samples, tokenizer, spec, need_response, needs)
     skip = read if eval_source is None else 0
     rows = None
     statistics: Metrics = {}
     if spec.on_bad_row is OnBadRow.error:
-        found = survey(source, tokenizer, spec, BadRows())
+        found = survey(source, tokenizer, spec, BadRows(), needs)
         found.bad.add(row for row in bad if eval_source is not None or row.reason == NO_RESPONSE)
         if found.bad.count:
             raise DataError(bad_rows_message(found.bad, found.rows + (read if eval_source is not None else 0)))
@@ -125,17 +134,18 @@ def _load_stream(
             "data/truncated_rows": float(found.truncated),
             "data/prompt_tokens_mean": float(np.mean(found.prompt_lengths or [0])),
             "data/prompt_tokens_max": float(max(found.prompt_lengths, default=0)),
+            "data/teacher_prompt_rows": float(found.teacher_prompts),
         }
     _require_held_out(len(held_out), eval_samples, bad)
-    stream = RowStream(source, tokenizer, spec, skip, rows)
+    stream = RowStream(source, tokenizer, spec, skip, rows, needs)
     require_usable(stream)
     statistics |= {"data/held_out_rows": float(len(held_out)), "data/bad_rows": float(len(bad))}
     return Dataset(stream, held_out, bad, statistics)
 
 
-def _table(source: RowSource, tokenizer: Any, spec: DataCommon) -> tuple[PromptTable, list[BadRow]]:
+def _table(source: RowSource, tokenizer: Any, spec: DataCommon, needs: Needs) -> tuple[PromptTable, list[BadRow]]:
     """The usable rows, and the bad ones in the order of the source."""
-    chunks = list(read_chunks(source, tokenizer, spec))
+    chunks = list(read_chunks(source, tokenizer, spec, needs))
     table = concatenate([chunk.table for chunk in chunks])
     check_refusals(len(table), [row for chunk in chunks for row in chunk.refused], tokenizer)
     return table, [row for chunk in chunks for row in chunk.bad]
@@ -214,4 +224,5 @@ def _statistics(train: PromptTable, held_out: PromptTable, bad: list[BadRow]) ->
         "data/truncated_rows": float(train.truncated.sum() + held_out.truncated.sum()),
         "data/prompt_tokens_mean": float(train.lengths.mean()),
         "data/prompt_tokens_max": float(max(train.lengths.max(), held_out.lengths.max(initial=0))),
+        "data/teacher_prompt_rows": float((train.teacher_lengths > 0).sum()),
     }

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.config.data import DataCommon, RowsData
-from rlhf.data.rows import BadRow, Row, parse_row
+from rlhf.data.preprocess import load_preprocessor
+from rlhf.data.rows import NOTHING_MORE, BadRow, Needs, Row, parse_row
 from rlhf.data.table import PromptTable
 from rlhf.data.tokenise import tokenise_rows
 
@@ -33,17 +34,20 @@ class Chunk:
     """Those among them that only the tokenizer refused."""
 
 
-def read_rows(rows: Iterable[Numbered], tokenizer: Any, spec: DataCommon) -> Chunk:
-    """Check and tokenise these rows, in their order."""
+def read_rows(rows: Iterable[Numbered], tokenizer: Any, spec: DataCommon, needs: Needs = NOTHING_MORE) -> Chunk:
+    """Check and tokenise these rows, in their order. One that lacks what is needed is a bad one."""
     columns: tuple[str | None, str | None] = (None, None)
     if isinstance(spec, RowsData):
         columns = (spec.prompt_column, spec.response_column)
+    preprocess = None if spec.preprocessor is None else load_preprocessor(spec.preprocessor)
     good: list[Row] = []
     bad: list[BadRow] = []
     numbers: dict[str, int] = {}
     for number, where, raw in rows:
         numbers[where] = number
-        row = raw if isinstance(raw, BadRow) else parse_row(raw, where, number, *columns)
+        row = raw if isinstance(raw, BadRow) else parse_row(raw, where, number, *columns, preprocess)
+        if isinstance(row, Row) and (reason := needs.lacking(row)):
+            row = BadRow(where, reason)
         if isinstance(row, BadRow):
             bad.append(row)
         else:
@@ -54,8 +58,10 @@ def read_rows(rows: Iterable[Numbered], tokenizer: Any, spec: DataCommon) -> Chu
     return Chunk(table, tuple(numbers[where] for where in table.wheres), bad, refused)
 
 
-def read_chunks(rows: Iterable[tuple[str, Any]], tokenizer: Any, spec: DataCommon) -> Iterator[Chunk]:
+def read_chunks(
+    rows: Iterable[tuple[str, Any]], tokenizer: Any, spec: DataCommon, needs: Needs = NOTHING_MORE
+) -> Iterator[Chunk]:
     """All rows of a source, CHUNK at a time."""
     numbered = ((number, where, raw) for number, (where, raw) in enumerate(rows))
     while chunk := list(itertools.islice(numbered, CHUNK)):
-        yield read_rows(chunk, tokenizer, spec)
+        yield read_rows(chunk, tokenizer, spec, needs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,27 @@ class Row:
     messages: list[dict[str, Any]]
     response: str | None
     columns: dict[str, Any]
+    teacher_messages: list[dict[str, Any]] | None = None
+    """What the teacher reads instead of `messages` (`teacher_prompt`); None where it reads the same."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run needs of every row besides a prompt."""
+
+    response: bool = False
+    teacher_prompt: bool = False
+
+    def lacking(self, row: Row) -> str | None:
+        """Why the row can't be used."""
+        if self.response and row.response is None:
+            return "no reference response, which rollout=none and algo.lmbda below 1 train on"
+        if self.teacher_prompt and row.teacher_messages is None:
+            return "no teacher_prompt, which algo=opsd needs; data.preprocessor=opsd_reference_solution makes one"
+        return None
+
+
+NOTHING_MORE = Needs()
 
 
 @dataclass(frozen=True)
@@ -61,21 +83,31 @@ class _Bad(Exception):
 
 
 def parse_row(
-    raw: Any, where: str, index: int, prompt_column: str | None = None, response_column: str | None = None
+    raw: Any,
+    where: str,
+    index: int,
+    prompt_column: str | None = None,
+    response_column: str | None = None,
+    preprocess: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Row | BadRow:
     """Check one raw row (a JSON object) and bring it into one shape.
 
     A row has `messages` (a list of {"role", "content"}) or `prompt` (a string, or such a list). If the last message is
     the assistant's it is the reference response; a column `response` gives it too. null is the same as absent.
-    `prompt_column` and `response_column` stand in for `messages`/`prompt` and `response`.
+    `teacher_prompt`, a string or a list of messages, is what the teacher reads in the prompt's place; empty is absent.
+    `prompt_column` and `response_column` stand in for `messages`/`prompt` and `response`. `preprocess` changes the row
+    after that; it raises ValueError for a row it can't use.
     """
     try:
         if not isinstance(raw, dict):
             raise _Bad(f"row is {_kind(raw)}, expected an object")
         raw = _renamed(raw, prompt_column, response_column)
+        if preprocess is not None:
+            try:
+                raw = preprocess(raw)
+            except ValueError as error:
+                raise _Bad(str(error)) from None
         row = {key: value for key, value in raw.items() if value is not None}
-        if row.get("teacher_prompt"):
-            raise _Bad("teacher_prompt (OPSD) is not available yet")
         for column, reason in UNSUPPORTED.items():
             if row.get(column):
                 raise _Bad(reason)
@@ -83,14 +115,24 @@ def parse_row(
         response = _response(row, messages)
         if not messages:
             raise _Bad("no message before the final assistant message")
-        last = messages[-1]
-        if last["role"] not in ("user", "tool"):
-            raise _Bad(f"the conversation ends with role {last['role']}, expected user or tool")
-        if not last["content"].strip():
-            raise _Bad("empty prompt")
+        _check_last(messages, "the conversation", "prompt")
+        teacher_messages = None
+        if row.get("teacher_prompt"):
+            teacher_messages = _conversation(row["teacher_prompt"], "teacher_prompt")
+            _check_last(teacher_messages, "teacher_prompt", "teacher_prompt")
     except _Bad as bad:
         return BadRow(where, str(bad))
-    return Row(index, where, messages, response, {key: value for key, value in raw.items() if key not in TAKEN})
+    columns = {key: value for key, value in raw.items() if key not in TAKEN}
+    return Row(index, where, messages, response, columns, teacher_messages)
+
+
+def _check_last(messages: list[dict[str, Any]], whole: str, name: str) -> None:
+    """The last message asks for an answer."""
+    last = messages[-1]
+    if last["role"] not in ("user", "tool"):
+        raise _Bad(f"{whole} ends with role {last['role']}, expected user or tool")
+    if not last["content"].strip():
+        raise _Bad(f"empty {name}")
 
 
 def _renamed(raw: dict[str, Any], prompt_column: str | None, response_column: str | None) -> dict[str, Any]:
@@ -116,36 +158,40 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     if "messages" in row and "prompt" in row:
         raise _Bad("both 'messages' and 'prompt'; keep one")
     if "messages" in row:
-        name, value = "messages", row["messages"]
-        if not isinstance(value, list):
-            raise _Bad(f"messages is {_kind(value)}, expected a list of messages")
-    elif "prompt" in row:
-        name, value = "prompt", row["prompt"]
-        if isinstance(value, str):
-            return [{"role": "user", "content": _text(value, "prompt")}]
-        if not isinstance(value, list):
-            raise _Bad(f"prompt is {_kind(value)}, expected a string or a list of messages")
-    else:
-        there = _columns(row)
-        raise _Bad(f"no 'messages' or 'prompt'; {there}" + (" (map one with data.prompt_column)" if row else ""))
+        if not isinstance(row["messages"], list):
+            raise _Bad(f"messages is {_kind(row['messages'])}, expected a list of messages")
+        return _conversation(row["messages"], "messages")
+    if "prompt" in row:
+        return _conversation(row["prompt"], "prompt")
+    there = _columns(row)
+    raise _Bad(f"no 'messages' or 'prompt'; {there}" + (" (map one with data.prompt_column)" if row else ""))
+
+
+def _conversation(value: Any, name: str) -> list[dict[str, Any]]:
+    """A string or a list of messages, as messages."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": _text(value, name)}]
+    if not isinstance(value, list):
+        raise _Bad(f"{name} is {_kind(value)}, expected a string or a list of messages")
     if not value:
         raise _Bad(f"{name} is an empty list")
-    return [_message(message, number) for number, message in enumerate(value, start=1)]
+    of = "teacher_prompt's " if name == "teacher_prompt" else ""
+    return [_message(message, f"{of}message {number}") for number, message in enumerate(value, start=1)]
 
 
-def _message(message: Any, number: int) -> dict[str, Any]:
+def _message(message: Any, name: str) -> dict[str, Any]:
     """`message` without nulls (Parquet fills every field of a struct). Further keys are the chat template's."""
     if not isinstance(message, dict):
-        raise _Bad(f"message {number} is {_kind(message)}, expected an object with 'role' and 'content'")
+        raise _Bad(f"{name} is {_kind(message)}, expected an object with 'role' and 'content'")
     message = {key: value for key, value in message.items() if value is not None}
     for key in ("role", "content"):
         if key not in message:
-            raise _Bad(f"message {number} has no '{key}'")
+            raise _Bad(f"{name} has no '{key}'")
         if not isinstance(message[key], str):
-            raise _Bad(f"message {number} has {_kind(message[key])} as '{key}', expected a string")
+            raise _Bad(f"{name} has {_kind(message[key])} as '{key}', expected a string")
     if message["role"] not in ROLES:
-        raise _Bad(f"message {number} has role '{message['role']}', expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
-    _text(message["content"], f"message {number}")
+        raise _Bad(f"{name} has role '{message['role']}', expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+    _text(message["content"], name)
     return message
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from rlhf.config.data import DataCommon, RowsData
 from rlhf.data.bad_rows import BadRows
 from rlhf.data.raw import RowSource
-from rlhf.data.read import Numbered, read_chunks, read_rows
-from rlhf.data.rows import BadRow
+from rlhf.data.read import Chunk, Numbered, read_chunks, read_rows
+from rlhf.data.rows import NOTHING_MORE, BadRow, Needs
 from rlhf.data.table import PromptTable, concatenate
 from rlhf.data.tokenise import check_refusals
 from rlhf.errors import DataError
@@ -31,11 +31,16 @@ class RowStream:
     """Rows at the start that aren't trained on: the held-out ones are among them."""
     rows: int | None
     """How many usable ones there are; None where they weren't counted."""
+    needs: Needs = NOTHING_MORE
 
     def numbered(self) -> Iterator[Numbered]:
         """One pass."""
         rows = ((number, where, raw) for number, (where, raw) in enumerate(self.source))
         return itertools.islice(rows, self.skip, None)
+
+    def read(self, rows: list[Numbered]) -> Chunk:
+        """Check and tokenise some of them."""
+        return read_rows(rows, self.tokenizer, self.spec, self.needs)
 
 
 def require_usable(stream: RowStream) -> None:
@@ -47,7 +52,7 @@ def require_usable(stream: RowStream) -> None:
     bad = BadRows()
     refused: list[BadRow] = []
     for row in stream.numbered():
-        chunk = read_rows([row], stream.tokenizer, stream.spec)
+        chunk = stream.read([row])
         if chunk.numbers:
             return
         bad.add(chunk.bad)
@@ -68,11 +73,13 @@ class Survey:
     response_lengths: array[int] = field(default_factory=lambda: array("i"))
     """0: no response."""
     truncated: int = 0
+    teacher_prompts: int = 0
+    """Rows that have one."""
     rows: int = 0
     """Bad ones included."""
 
 
-def survey(source: RowSource, tokenizer: Any, spec: DataCommon, bad: BadRows) -> Survey:
+def survey(source: RowSource, tokenizer: Any, spec: DataCommon, bad: BadRows, needs: Needs = NOTHING_MORE) -> Survey:
     """Read, check and tokenise every row, and keep none. The bad ones are added to `bad`.
 
     Raises:
@@ -80,10 +87,11 @@ def survey(source: RowSource, tokenizer: Any, spec: DataCommon, bad: BadRows) ->
     """
     found = Survey(bad)
     refused: list[BadRow] = []
-    for chunk in read_chunks(source, tokenizer, spec):
+    for chunk in read_chunks(source, tokenizer, spec, needs):
         found.prompt_lengths.extend(chunk.table.lengths.tolist())
         found.response_lengths.extend(chunk.table.response_lengths.tolist())
         found.truncated += int(chunk.table.truncated.sum())
+        found.teacher_prompts += int((chunk.table.teacher_lengths > 0).sum())
         found.bad.add(chunk.bad)
         found.rows += len(chunk.numbers) + len(chunk.bad)
         if not found.prompt_lengths:
@@ -93,7 +101,12 @@ def survey(source: RowSource, tokenizer: Any, spec: DataCommon, bad: BadRows) ->
 
 
 def first_rows(
-    source: RowSource, count: int, tokenizer: Any, spec: DataCommon, need_response: bool
+    source: RowSource,
+    count: int,
+    tokenizer: Any,
+    spec: DataCommon,
+    need_response: bool,
+    needs: Needs = NOTHING_MORE,
 ) -> tuple[PromptTable, list[BadRow], int]:
     """The first `count` usable rows (fewer where there aren't so many), the bad ones before the last of them, and how
     many rows were read. With `need_response`, a row without a reference response is a bad one.
@@ -106,7 +119,7 @@ def first_rows(
     refused: list[BadRow] = []
     read = 0
     for number, (where, raw) in enumerate(source if count else ()):
-        chunk = read_rows([(number, where, raw)], tokenizer, spec)
+        chunk = read_rows([(number, where, raw)], tokenizer, spec, needs)
         bad += chunk.bad
         refused += chunk.refused
         if need_response and len(chunk.table) and chunk.table.response(0) is None:

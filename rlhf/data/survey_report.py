@@ -11,6 +11,7 @@ from rich.text import Text
 
 from rlhf.batching import describe_plans, plan_batch
 from rlhf.config.data import Truncation
+from rlhf.config.rollout import NoRollout
 from rlhf.data.stream import Survey
 from rlhf.errors import ConfigError
 
@@ -67,6 +68,8 @@ def _cuts(found: Survey, responses: np.ndarray, sections: dict[str, Any]) -> lis
     """What is cut at the lengths of the configuration."""
     data, most = sections["data"], sections["eval"].max_response_tokens
     lines = []
+    if found.teacher_prompts:
+        lines.append(f"{found.teacher_prompts} rows have a teacher_prompt")
     if data.truncation is Truncation.left:
         lines.append(f"{found.truncated} prompts are cut to data.max_length={data.max_length} tokens")
     if cut := int((responses > most).sum()):
@@ -76,7 +79,10 @@ def _cuts(found: Survey, responses: np.ndarray, sections: dict[str, Any]) -> lis
 
 def _batch(prompts: np.ndarray, sections: dict[str, Any]) -> str:
     """How a batch of these prompts would be packed, if every response were as long as it may be."""
-    train, new = sections["train"], sections["rollout"].max_new_tokens
+    train, rollout = sections["train"], sections["rollout"]
+    key, new = "rollout.max_new_tokens", getattr(rollout, "max_new_tokens", None)
+    if isinstance(rollout, NoRollout):
+        key, new = "data.max_response_length", sections["data"].max_response_length
     lengths = np.random.default_rng(0).choice(prompts, train.global_batch_samples) + new
     try:
         plan = plan_batch(
@@ -89,7 +95,7 @@ def _batch(prompts: np.ndarray, sections: dict[str, Any]) -> str:
         return f"no batch can be made: {error}"
     numbers = describe_plans([plan], lengths)
     return (
-        f"a batch of train.global_batch_samples={len(lengths)} with responses of rollout.max_new_tokens={new}: about "
+        f"a batch of train.global_batch_samples={len(lengths)} with responses of {key}={new}: about "
         f"{numbers['batch/tokens']:.0f} tokens in {numbers['batch/micro_batches']:.0f} micro-batches of at most "
         f"train.micro_batch_tokens={train.micro_batch_tokens}, {numbers['batch/padding_share']:.0%} padding"
     )

@@ -32,6 +32,9 @@ class PromptTable:
     wheres: tuple[str, ...]
     columns: tuple[dict[str, Any], ...]
     """The row's other columns, for verifiers and reports."""
+    teacher_tokens: Int32[np.ndarray, " P"]
+    """What the teacher reads instead of the prompt; a row of no tokens is a row where it reads the same."""
+    teacher_offsets: Int64[np.ndarray, " n+1"]
 
     def __len__(self) -> int:
         return len(self.wheres)
@@ -44,6 +47,11 @@ class PromptTable:
     def response_lengths(self) -> Int64[np.ndarray, " n"]:
         return np.diff(self.response_offsets)
 
+    @property
+    def teacher_lengths(self) -> Int64[np.ndarray, " n"]:
+        """0: no prompt of the teacher's own."""
+        return np.diff(self.teacher_offsets)
+
     def prompt(self, row: int) -> Int32[np.ndarray, " t"]:
         """The tokens of one prompt, as a view."""
         return self.tokens[self.offsets[row] : self.offsets[row + 1]]
@@ -53,6 +61,11 @@ class PromptTable:
         start, stop = self.response_offsets[row], self.response_offsets[row + 1]
         return self.response_tokens[start:stop] if stop > start else None
 
+    def teacher_prompt(self, row: int) -> Int32[np.ndarray, " t"] | None:
+        """The tokens of the teacher's own prompt, as a view; None where the row has none."""
+        start, stop = self.teacher_offsets[row], self.teacher_offsets[row + 1]
+        return self.teacher_tokens[start:stop] if stop > start else None
+
     def select(self, rows: Sequence[int] | range | np.ndarray) -> PromptTable:
         """A table of these rows, in this order."""
         return pack(
@@ -61,6 +74,7 @@ class PromptTable:
             truncated=[bool(self.truncated[row]) for row in rows],
             wheres=[self.wheres[row] for row in rows],
             columns=[self.columns[row] for row in rows],
+            teacher_prompts=[self.teacher_prompt(row) for row in rows],
         )
 
 
@@ -71,9 +85,11 @@ def pack(
     truncated: Sequence[bool],
     wheres: Sequence[str],
     columns: Sequence[dict[str, Any]],
+    teacher_prompts: Sequence[Int32[np.ndarray, " t"] | None] | None = None,
 ) -> PromptTable:
-    """One array a row -> one table."""
+    """One array a row -> one table. Without `teacher_prompts` no row has one."""
     answers = [EMPTY if response is None else response for response in responses]
+    privileged = [EMPTY if prompt is None else prompt for prompt in teacher_prompts or [None] * len(prompts)]
     return PromptTable(
         tokens=np.concatenate([EMPTY, *prompts]),
         offsets=offsets_of([len(prompt) for prompt in prompts]),
@@ -82,6 +98,8 @@ def pack(
         truncated=np.asarray(truncated, dtype=bool),
         wheres=tuple(wheres),
         columns=tuple(columns),
+        teacher_tokens=np.concatenate([EMPTY, *privileged]),
+        teacher_offsets=offsets_of([len(prompt) for prompt in privileged]),
     )
 
 
@@ -97,4 +115,6 @@ def concatenate(tables: Sequence[PromptTable]) -> PromptTable:
         truncated=np.concatenate([np.zeros(0, dtype=bool), *(table.truncated for table in tables)]),
         wheres=tuple(where for table in tables for where in table.wheres),
         columns=tuple(columns for table in tables for columns in table.columns),
+        teacher_tokens=np.concatenate([EMPTY, *(table.teacher_tokens for table in tables)]),
+        teacher_offsets=offsets_of(np.concatenate([EMPTY, *(table.teacher_lengths for table in tables)])),
     )

@@ -46,29 +46,49 @@ def tokenise_rows(rows: Sequence[Row], tokenizer: Any, spec: DataCommon) -> tupl
     used: list[Row] = []
     bad: list[BadRow] = []
     prompts: list[Int32[np.ndarray, " t"]] = []
+    teacher_prompts: list[Int32[np.ndarray, " t"] | None] = []
     truncated: list[bool] = []
     for start in range(0, len(rows), BATCH):
         batch = rows[start : start + BATCH]
-        conversations = [with_system_prompt(row.messages, spec.system_prompt) for row in batch]
-        encoded = _encode(tokenizer, conversations, spec.chat_template_args)
+        encoded = _encode(tokenizer, [row.messages for row in batch], spec)
+        privileged = iter(_encode(tokenizer, [row.teacher_messages for row in batch if row.teacher_messages], spec))
         for row, ids in zip(batch, encoded, strict=True):
-            if isinstance(ids, str):
-                bad.append(BadRow(row.where, ids))
-            elif len(ids) > spec.max_length and spec.truncation is Truncation.error:
-                bad.append(BadRow(row.where, f"prompt has {len(ids)} tokens, data.max_length is {spec.max_length}"))
+            prompt = _cut(ids, "prompt", spec.max_length, "data.max_length", spec)
+            teacher_prompt: Int32[np.ndarray, " t"] | str | None = None
+            teacher_ids: list[int] | str = []
+            if row.teacher_messages:
+                teacher_ids = next(privileged)
+                teacher_prompt = _cut(
+                    teacher_ids, "teacher_prompt", spec.teacher_length, "data.max_teacher_length", spec
+                )
+            if isinstance(prompt, str):
+                bad.append(BadRow(row.where, prompt))
+            elif isinstance(teacher_prompt, str):
+                bad.append(BadRow(row.where, teacher_prompt))
             else:
-                cut = ids[-spec.max_length :]  # Truncation.left: the end, with the turn to answer, is what counts
                 used.append(row)
-                prompts.append(np.asarray(cut, dtype=np.int32))
-                truncated.append(len(cut) < len(ids))
+                prompts.append(prompt)
+                teacher_prompts.append(teacher_prompt)
+                kept = len(prompt) + (0 if teacher_prompt is None else len(teacher_prompt))
+                truncated.append(kept < len(ids) + len(teacher_ids))
     table = pack(
         prompts,
         _responses([row.response for row in used], tokenizer),
         truncated=truncated,
         wheres=[row.where for row in used],
         columns=[row.columns for row in used],
+        teacher_prompts=teacher_prompts,
     )
     return table, bad
+
+
+def _cut(ids: list[int] | str, name: str, longest: int, key: str, spec: DataCommon) -> Int32[np.ndarray, " t"] | str:
+    """The tokens that are used, or the reason why the row is a bad one."""
+    if isinstance(ids, str):
+        return ids
+    if len(ids) > longest and spec.truncation is Truncation.error:
+        return f"{name} has {len(ids)} tokens, {key} is {longest}"
+    return np.asarray(ids[-longest:], dtype=np.int32)  # left: the end, with the turn to answer, is what counts
 
 
 def tokenizer_name(tokenizer: Any) -> str:
@@ -129,10 +149,10 @@ def _template_variables(template: str) -> frozenset[str]:
         raise DataError(f"the tokenizer's chat template can't be read: {one_line(error)}") from error
 
 
-def _encode(
-    tokenizer: Any, conversations: list[list[dict[str, Any]]], arguments: dict[str, Any]
-) -> list[list[int] | str]:
+def _encode(tokenizer: Any, messages: list[list[dict[str, Any]]], spec: DataCommon) -> list[list[int] | str]:
     """Token ids of each conversation, or the reason why the chat template refuses it."""
+    conversations = [with_system_prompt(one, spec.system_prompt) for one in messages]
+    arguments = spec.chat_template_args
     try:
         return _apply(tokenizer, conversations, arguments)
     except Exception:  # one bad conversation fails the batch; templates raise whatever their Jinja code raises
@@ -146,6 +166,8 @@ def _encode(
 
 
 def _apply(tokenizer: Any, conversations: list[list[dict[str, Any]]], arguments: dict[str, Any]) -> list[Any]:
+    if not conversations:
+        return []
     return tokenizer.apply_chat_template(
         conversations, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
     )

@@ -9,7 +9,7 @@ Scores are kept a sample at a time (response rows only) and joined a micro-batch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self, TypeVar
+from typing import ClassVar, Protocol, Self, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -42,6 +42,9 @@ S = TypeVar("S", bound=Scores)
 
 class Distill(Protocol[S]):
     """One option of the group `distill`, for the scores it makes."""
+
+    needs_teacher_head: ClassVar[bool]
+    """Whether `divergence` puts the teacher's head on the scores again."""
 
     def score(self, teacher_head: VocabHead) -> S:
         """What is kept of the teacher at each of its rows. No gradient."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -40,6 +41,8 @@ class HiddenScores:
 @dataclass(frozen=True)
 class FullVocabDistill:
     """Scores are `[rows, H]` hidden states; the head they belong to must be the one they were made with."""
+
+    needs_teacher_head: ClassVar[bool] = True
 
     temperature: float
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int
@@ -19,6 +20,8 @@ from rlhf.losses.rows import RowLosses, TopKScores
 @dataclass(frozen=True)
 class TopKDistill:
     """Scores are `[rows, k]`: 8 bytes a token kept (int32 id, fp32 log-probability)."""
+
+    needs_teacher_head: ClassVar[bool] = False
 
     k: int
     tail: Tail

@@ -1,7 +1,8 @@
-"""`rollouts.jsonl`: what the student wrote, one object a sample, to read or to train on again.
+"""`rollouts.jsonl`: what the student wrote and was trained on, one object a sample, to read or to train on again.
 
 `{"step": 3, "sample_id": 17, "prompt": "...", "response": "...", "prompt_tokens": [...], "response_tokens": [...],
-"logprobs": [...]}`; the log-probabilities are those of the sampler, one a response token.
+"logprobs": [...]}`; the log-probabilities are those of the sampler, one a response token; null where it
+is a reference response.
 """
 
 from __future__ import annotations

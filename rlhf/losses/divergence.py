@@ -259,7 +259,7 @@ def topk_divergence(
     Args:
         targets: the sampled tokens, for `RowLosses.logprob`.
         sampler_temperature: `rollout.temperature`, which `RowLosses.logprob` is at; 0 (greedy) reads as 1.
-        chunk_rows: rows projected at a time; see `_in_chunks`.
+        chunk_rows: rows projected at a time; see `in_chunks`.
 
     Raises:
         ConfigError: see `topk_rows` and `VocabHead.logits`.
@@ -272,7 +272,7 @@ def topk_divergence(
         loss = topk_rows(logits, scores, beta, temperature, tail, student.shard)
         return _measured(loss, logits, scores, _rows_of(targets, rows), sampler_temperature, student.shard)
 
-    return RowLosses.concat(_in_chunks(chunk, len(student), chunk_rows))
+    return RowLosses.concat(in_chunks(chunk, len(student), chunk_rows))
 
 
 def full_divergence(
@@ -298,7 +298,7 @@ def full_divergence(
         loss = full_rows(logits, teacher_logits, beta, temperature, shared)
         return _measured(loss, logits, None, _rows_of(targets, rows), sampler_temperature, student.shard)
 
-    return RowLosses.concat(_in_chunks(chunk, len(student), chunk_rows))
+    return RowLosses.concat(in_chunks(chunk, len(student), chunk_rows))
 
 
 @torch.no_grad()
@@ -318,11 +318,11 @@ def forward_and_reverse_kl(
         forward = full_rows(logits, teacher_logits, 0.0, 1.0, shared)
         return forward, full_rows(logits, teacher_logits, 1.0, 1.0, shared)
 
-    forward, reverse = zip(*_in_chunks(chunk, len(student), chunk_rows), strict=True)
+    forward, reverse = zip(*in_chunks(chunk, len(student), chunk_rows), strict=True)
     return torch.cat(forward), torch.cat(reverse)
 
 
-def _in_chunks(of_rows: Callable[[slice], Result], rows: int, chunk_rows: int) -> list[Result]:
+def in_chunks(of_rows: Callable[[slice], Result], rows: int, chunk_rows: int) -> list[Result]:
     """`of_rows` of each slice of rows; of one empty slice when there are none, so that the graph still has the head.
 
     Memory: with several chunks, nothing of a chunk outlives its forward pass but the result; backward projects the

@@ -88,7 +88,9 @@ class DoubleTrainer(Trainer):
         self.events.append(Event("train", self.version, experience))
         return Done(self.metrics)
 
-    def evaluate(self, sequences: Sequences, plan: BatchPlan) -> Done[Metrics]:
+    def evaluate(
+        self, sequences: Sequences, plan: BatchPlan, teacher: tuple[Sequences, BatchPlan] | None = None
+    ) -> Done[Metrics]:
         """The forward KL falls with every optimizer step."""
         assert sorted(plan.samples) == list(range(len(sequences))), "every sample is in the plan once"
         self.events.append(Event("evaluate", self.version, sequences))

@@ -39,7 +39,12 @@ class Trainer(Protocol):
 
     def train(self, experience: Experience) -> Future[Metrics]: ...
 
-    def evaluate(self, sequences: Sequences, plan: BatchPlan) -> Future[Metrics]: ...
+    def evaluate(
+        self, sequences: Sequences, plan: BatchPlan, teacher: tuple[Sequences, BatchPlan] | None = None
+    ) -> Future[Metrics]:
+        """Held-out divergences. `teacher`: the same responses as the teacher reads them, on the same ranks; None: it
+        reads what the student reads."""
+        ...
 
     def buckets(self, dtype: str) -> Iterator[Any]:
         """References to the weights' buckets, in order; what they hold never passes through the caller."""
@@ -59,7 +64,10 @@ class Trainer(Protocol):
 class Scorer(Protocol):
     """The teacher. Scores stay where they are used, keyed by sample id."""
 
-    def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> Future[None]: ...
+    def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> Future[None]:
+        """Ask about every response token. The prompts are the teacher's, and so are the plans' micro-batches; samples,
+        responses and ranks are those that the trainer gets."""
+        ...
 
 
 class Engine(Protocol):

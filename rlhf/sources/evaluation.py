@@ -8,24 +8,31 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhf.batching import plan_batch
+from rlhf.batching import plan_batch, plan_on_ranks
 from rlhf.config.run import Eval, EvalResponses
 from rlhf.config.train import Train
 from rlhf.data.table import PromptTable
 from rlhf.roles.protocols import Engine, Trainer
+from rlhf.sources.privileged import privileged_sequences
 from rlhf.sources.requests import prompts_of, reference_sequences
 from rlhf.types import Metrics, Sequences
 
 
 @dataclass
 class Evaluator:
-    """Measures the weights the engine holds. Called by the source, between sync and generation."""
+    """Measures the trainer's weights, which the engine holds, too, if there is one. Called by the source, between sync
+    and generation.
+
+    The teacher reads a row's own `teacher_prompt`, where it has one, as in training: what is measured is how far the
+    student is from the teacher that knows more.
+    """
 
     spec: Eval
     train: Train
     held_out: PromptTable
     trainer: Trainer
-    engine: Engine
+    engine: Engine | None
+    """None: no sample completions, and reference responses only."""
     seed: int
     total_steps: int
     report: Callable[[int, Metrics], None]
@@ -45,9 +52,10 @@ class Evaluator:
         if not self.due(step):
             return
         started = time.perf_counter()
-        prompt = prompts_of(self.held_out, [0], seed=self.seed, step=0)
-        completion = self.engine.generate(prompt, version, greedy=True).result().sequences
-        self.samples[step] = completion.tokens[completion.prompt_lengths[0] :]
+        if self.engine is not None:
+            prompt = prompts_of(self.held_out, [0], seed=self.seed, step=0)
+            completion = self.engine.generate(prompt, version, greedy=True).result().sequences
+            self.samples[step] = completion.tokens[completion.prompt_lengths[0] :]
         sequences = self._sequences(version)
         plan = plan_batch(
             sequences.lengths,
@@ -56,11 +64,16 @@ class Evaluator:
             padding_free=self.train.padding_free,
             pad_multiple=self.train.pad_multiple,
         )
-        self.results[step] = self.trainer.evaluate(sequences, plan).result()
+        privileged = privileged_sequences(sequences, self.held_out)
+        teacher = None
+        if privileged is not None:
+            teacher = (privileged, plan_on_ranks(plan, privileged.lengths, self.train.micro_batch_tokens))
+        self.results[step] = self.trainer.evaluate(sequences, plan, teacher).result()
         self.report(step, {**self.results[step], "time/eval": time.perf_counter() - started})
 
     def _sequences(self, version: int) -> Sequences:
         if self.spec.responses is EvalResponses.dataset:
             return reference_sequences(self.held_out, self.spec.max_response_tokens)
+        assert self.engine is not None, "checked when the configuration was composed"
         prompts = prompts_of(self.held_out, range(len(self.held_out)), seed=self.seed, step=0)
         return self.engine.generate(prompts, version).result().sequences

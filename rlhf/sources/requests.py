@@ -7,6 +7,7 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int64
 
 from rlhf.data.table import PromptTable
 from rlhf.types import Prompts, Sequences, offsets_of
@@ -40,14 +41,14 @@ def prompts_of(
         occurrence[row] = sample + 1
         seeds.append(request_seed(seed, step, row, sample))
     return Prompts(
-        sample_ids=np.arange(len(prompts), dtype=np.int64) + step * len(prompts),
+        sample_ids=sample_ids(len(prompts), step),
         tokens=np.concatenate(prompts),
         offsets=offsets_of([len(prompt) for prompt in prompts]),
         seeds=np.array(seeds, dtype=np.int64),
     )
 
 
-def reference_sequences(table: PromptTable, max_response_tokens: int) -> Sequences:
+def reference_sequences(table: PromptTable, max_response_tokens: int, step: int = 0) -> Sequences:
     """Every row with its reference response, cut to `max_response_tokens`. Every row must have one."""
     responses = []
     for row in range(len(table)):
@@ -55,4 +56,9 @@ def reference_sequences(table: PromptTable, max_response_tokens: int) -> Sequenc
         assert response is not None, "checked when the data was loaded"
         responses.append(response[:max_response_tokens])
     prompts = [table.prompt(row) for row in range(len(table))]
-    return Sequences.join(np.arange(len(table), dtype=np.int64), prompts, responses)
+    return Sequences.join(sample_ids(len(table), step), prompts, responses)
+
+
+def sample_ids(count: int, step: int) -> Int64[np.ndarray, " n"]:
+    """Unique within a run whose steps all take as many samples."""
+    return np.arange(count, dtype=np.int64) + step * count

@@ -13,6 +13,7 @@ from rlhf.algos.gkd import GKDObjective
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.batching import plan_batch, token_mean_weights
 from rlhf.config.distill import Tail
+from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import Train
 from rlhf.distill.fullvocab import FullVocabDistill
 from rlhf.distill.topk import TopKDistill
@@ -94,7 +95,13 @@ def objective(k: int | None = 8, beta: float = 0.5, tail: Tail = Tail.bucket) ->
 
 
 def trainer_setup(
-    student: Path, teacher: Path, train: Train | None = None, steps: int = 100, **kwargs: object
+    student: Path,
+    teacher: Path | None,
+    train: Train | None = None,
+    steps: int = 100,
+    offload_teacher: bool = False,
+    self_teacher: SelfTeacher | None = None,
+    **kwargs: object,
 ) -> TrainerSetup:
     return TrainerSetup(
         student=student,
@@ -103,4 +110,6 @@ def trainer_setup(
         objective=objective(**kwargs),  # type: ignore[arg-type]
         steps=steps,
         seed=0,
+        offload_teacher=offload_teacher,
+        self_teacher=self_teacher,
     )

@@ -6,7 +6,7 @@ One pair of processes goes through all layouts, since importing Megatron takes l
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf.backends.megatron.trainer import MegatronTrainer, on_device
+from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import DType, LRSchedule, Train
 from rlhf.errors import CheckpointError
 from tests.integration.megatron import end_groups, experience_of, random_sequences, save_tiny_model, trainer_setup
@@ -34,6 +35,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": dict(gpus=2, tensor_parallel=2),
     "tp2-bfloat16": dict(gpus=2, tensor_parallel=2) | BF16,
 }
+
+AVERAGED = ("average", "average-bfloat16")
+"""The student's moving average is its teacher; weight decay moves them apart."""
+LAYOUTS |= {"average": {}, "average-bfloat16": BF16}
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ def trainer_of(folder: Path, name: str, phase: str, rank: int, store: Any) -> Me
     )
     end_groups()
     setup = trainer_setup(folder / "student", folder / "teacher", train=train, steps=STEPS, k=8)
+    if name in AVERAGED:
+        setup = replace(setup, teacher=None, self_teacher=SelfTeacher(ema_decay=0.5))
     return MegatronTrainer(setup, rank, None if store is None else dist.PrefixStore(f"{name}-{phase}", store))
 
 
@@ -155,7 +162,7 @@ def assert_same(straight: Outcome, continued: Outcome) -> None:
     assert {float(step) for step in straight.moments[::3]} == {STEPS}
 
 
-@pytest.mark.parametrize("name", ["one", "one-bfloat16"])
+@pytest.mark.parametrize("name", ["one", "one-bfloat16", *AVERAGED])
 def test_one_process_goes_on_exactly(name: str, folder: Path) -> None:
     assert_same(*straight_and_continued(folder, name))
 
@@ -175,7 +182,7 @@ def test_copies_are_written_once(folder: Path, of_two_ranks: list[dict[str, tupl
     alone, moments, whole = (
         {"num_steps", "rng"},
         {"num_steps", "rng", "optimizer"},
-        {"num_steps", "rng", "optimizer", "model"},
+        {"num_steps", "rng", "optimizer", "model", "teacher"},
     )
     assert keys["dp2"] == [whole, alone]
     assert keys["dp2-distributed"] == keys["dp2-distributed-bfloat16"] == [whole, moments]

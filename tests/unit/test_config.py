@@ -42,14 +42,11 @@ REQUIRED = {
 NOT_YET = "is not available yet; what works today:"
 REFUSED = {
     "algo=grpo": f"algo=grpo {NOT_YET} algo=gkd",
-    "algo=opsd": f"algo=opsd {NOT_YET} algo=gkd",
     "distill=sampled": f"distill=sampled {NOT_YET} distill=topk or distill=fullvocab",
     "distill=none": "algo=gkd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
     "teacher=standalone": f"teacher=standalone {NOT_YET} teacher=colocated",
-    "teacher=self": f"teacher=self {NOT_YET} teacher=colocated",
     "teacher=none": "algo=gkd needs a teacher, got teacher=none; use teacher=colocated",
     "placement=separate": f"placement=separate {NOT_YET} placement=colocate",
-    "rollout=none": f"rollout=none {NOT_YET} rollout=vllm",
     "reward=functions": f"reward=functions {NOT_YET} reward=none with algo=gkd",
 }
 
@@ -146,12 +143,17 @@ OUT_OF_RANGE = [
     "algo.beta=nan",
     "algo.lmbda=-1",
     "algo.lmbda=2",
-    "algo.lmbda=0.5",
+    "algo.lmbda=nan",
+    "algo.sft_alpha=-1",
+    "algo.seq_kd=true",
     "cluster.threads=0",
     "cluster.object_store_gb=0",
     "cluster.start_timeout_s=0",
     "cluster.address=''",
     "data.max_length=0",
+    "data.max_teacher_length=0",
+    "data.max_response_length=0",
+    "data.preprocessor=''",
     "data.size=0",
     "data.task=''",
     "distill.k=0",
@@ -362,6 +364,27 @@ CONTRADICTIONS = {
     "run.keep_last=0",
     "eval.keep_best=false": "eval.keep_best=false has no effect with eval.every=0; use eval.every=10, or leave "
     "eval.keep_best=true",
+    "rollout=none algo.lmbda=0.5": "algo.lmbda=0.5 trains on the student's own samples, and rollout=none starts no "
+    "engine to take them; use algo.lmbda=0, or rollout=vllm",
+    "rollout=none eval.responses=student": "eval.responses=student needs an engine, and rollout=none starts none; use "
+    "eval.responses=dataset",
+    "algo.lmbda=0 eval.responses=student": "eval.responses=student needs an engine, and algo.lmbda=0 starts none; use "
+    "eval.responses=dataset",
+    "algo.sft_alpha=1": "algo.sft_alpha=1.0 has no effect where every response is the student's own (algo.lmbda=null); "
+    "use algo.lmbda=0.5 or rollout=none, or leave algo.sft_alpha=0.0",
+    "data.max_response_length=64": "data.max_response_length=64 has no effect where every response is the student's "
+    "own (algo.lmbda=null); use algo.lmbda=0.5 or rollout=none, or leave data.max_response_length=512",
+    "rollout=none train.micro_batch_tokens=700": "train.micro_batch_tokens=700 can't hold one sample of "
+    "data.max_length=256 + data.max_response_length=512 tokens; use at least 768",
+    "data.max_teacher_length=4000": "train.micro_batch_tokens=4096 can't hold one sample of "
+    "data.max_teacher_length=4000 + rollout.max_new_tokens=128 tokens; use at least 4128",
+    "algo=opsd teacher=none": "algo=opsd needs a teacher, got teacher=none; use teacher=colocated",
+    "algo=opsd distill=none": "algo=opsd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
+    "algo.seq_kd=true": f"algo.seq_kd=true (it needs a teacher that generates) {NOT_YET} algo.seq_kd=false, with "
+    "responses the teacher wrote before: rollout=none data=file data.path=FILE",
+    "teacher.offload=true": "teacher.offload=true has no effect with cluster.device=cpu, where device and host memory "
+    "are one; use cluster.device=cuda, or leave teacher.offload=false",
+    "teacher=self teacher.ema_decay=2": "teacher.ema_decay must be in [0.0, 1.0], got 2.0",
 }
 
 
@@ -376,11 +399,28 @@ def test_what_looks_like_a_contradiction_but_is_none() -> None:
     assert "name yours: teacher.model=FOLDER" in refusal("model=hf", "model.path=mine")
     assert run_of("model.drop_layers=[1]").model.drop_layers == [1]
     assert run_of("cluster=attached").cluster.address == "auto"
+    assert run_of("teacher.offload=true", "cluster.device=cuda").teacher.offload
+    # one job of a sweep over lmbda
+    assert run_of("algo.lmbda=1", "algo.sft_alpha=0.5", "data.max_response_length=64").lmbda == 1
     assert run_of("eval.responses=student").eval.max_response_tokens == 128
     assert run_of("eval.samples=0", "train.micro_batch_tokens=384").eval.samples == 0
     options = run_of("data.task=chain_sum", "data.options.min_terms=2").data
     assert options == run_of("data.task=chain_sum", "data.options={min_terms: 2}").data
     assert vars(options)["options"] == {"min_terms": 2}
+
+
+def test_where_responses_come_from() -> None:
+    for overrides, lmbda, limits in [
+        ((), 1, {"rollout.max_new_tokens": 128}),
+        (("algo.lmbda=0.5",), 0.5, {"rollout.max_new_tokens": 128, "data.max_response_length": 512}),
+        (("algo.lmbda=0",), 0, {"data.max_response_length": 512}),
+        (("rollout=none",), 0, {"data.max_response_length": 512}),
+        (("rollout=none", "algo.lmbda=0", "algo=opsd"), 0, {"data.max_response_length": 512}),
+        (("algo.lmbda=0", "train.gpus=2"), 0, {"data.max_response_length": 512}),  # rollout.gpus isn't used
+    ]:
+        run = run_of(*overrides)
+        assert (run.lmbda, run.response_limits) == (lmbda, limits), overrides
+        assert run.engine is (run.rollout if lmbda else None)
 
 
 def test_grpo_brings_its_partners() -> None:

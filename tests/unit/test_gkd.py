@@ -16,6 +16,7 @@ from rlhf.config.distill import Tail
 from rlhf.config.train import Train
 from rlhf.distill.fullvocab import FullVocabDistill
 from rlhf.distill.topk import TopKDistill
+from rlhf.losses.cross_entropy import cross_entropy
 from rlhf.losses.heads import VocabHead
 from rlhf.types import Sequences, offsets_of
 
@@ -88,6 +89,33 @@ def test_loss_and_gradient_are_the_dense_formula_times_the_weights(
     loss.backward()
     expected.backward()
     torch.testing.assert_close(student.hidden.grad.double(), hidden.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_rows", [2, 512])
+def test_cross_entropy_is_torchs(chunk_rows: int) -> None:
+    student, _ = heads()
+    targets = batch_of().targets
+    rows = cross_entropy(student, targets, chunk_rows)
+    rows.dot(torch.arange(ROWS).float()).backward()
+    hidden = student.hidden.detach().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(hidden @ student.weight.T, targets, reduction="none")
+    expected.dot(torch.arange(ROWS).float()).backward()
+    torch.testing.assert_close(rows, expected)
+    torch.testing.assert_close(student.hidden.grad, hidden.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_target_weights_add_cross_entropy_to_the_divergence() -> None:
+    student, teacher = heads()
+    distill = TopKDistill(4, Tail.bucket, 2.0)
+    objective, scores, plain = GKDObjective(0.5, distill, None), distill.score(teacher), batch_of()
+    weights = torch.linspace(0.0, 0.3, ROWS)
+    alone, _ = objective.loss(student, scores, plain, None)
+    loss, totals = objective.loss(student, scores, replace(plain, target_weights=weights), None)
+    rows = torch.nn.functional.cross_entropy(student.logits(), plain.targets, reduction="none")
+    torch.testing.assert_close(loss, alone + (weights * rows).sum())
+    assert totals.weighted["train/loss"] == pytest.approx(loss.item())
+    assert totals.means()["train/cross_entropy"] == pytest.approx(rows.mean().item())
+    assert totals.means()["train/divergence"] != pytest.approx(loss.item())
 
 
 def test_what_is_reported_beside_the_loss() -> None:
@@ -191,3 +219,22 @@ def test_one_optimizer_step_on_everything_every_token_weighs_the_same(padding_fr
     assert len(minibatch.plan.ranks) == 2 and minibatch.plan.padding_free is padding_free
     assert max(micro.tokens for rank in minibatch.plan.ranks for micro in rank) <= 12
     assert minibatch.weights.tolist() == pytest.approx([1 / 20] * 20)
+
+
+@pytest.mark.parametrize(
+    ("sft_alpha", "sampled", "expected"), [(0.0, False, None), (0.3, True, None), (0.3, False, 0.1)]
+)
+def test_only_reference_responses_are_fine_tuned_on(sft_alpha: float, sampled: bool, expected: float | None) -> None:
+    sequences = Sequences(
+        sample_ids=np.arange(1),
+        tokens=np.ones(5, dtype=np.int32),
+        offsets=offsets_of([5]),
+        prompt_lengths=np.array([2], dtype=np.int32),
+        logprobs=np.zeros(3, dtype=np.float32) if sampled else None,
+    )
+    (minibatch,) = make_minibatches(sequences, Train(), 1, sft_alpha)
+    if expected is None:
+        assert minibatch.target_weights is None
+    else:
+        assert minibatch.target_weights is not None
+        assert minibatch.target_weights.tolist() == pytest.approx([expected] * 3)

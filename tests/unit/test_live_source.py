@@ -17,8 +17,9 @@ from rlhf.data.table import PromptTable, pack
 from rlhf.errors import MisalignedScores, StaleWeights
 from rlhf.roles.doubles import WEIGHTS, Done, DoubleEngine, DoubleScorer, DoubleTrainer, doubles
 from rlhf.sources.evaluation import Evaluator
-from rlhf.sources.live import LiveSource, describe
+from rlhf.sources.live import LiveSource
 from rlhf.sources.requests import prompts_of, reference_sequences, request_seed
+from rlhf.sources.steps import describe
 from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MicroBatchPlan, MiniBatch, Prompts, Rollouts, Sequences
 
 
@@ -71,6 +72,7 @@ class Bench:
             cursor=TableCursor(table_of(10), self.seed, self.shuffle),
             make_minibatches=partial(make_minibatches, train=self.train, data_parallel=1),
             rollout=self.rollout,
+            micro_batch_tokens=self.train.micro_batch_tokens,
             batch_samples=self.batch_samples,
             steps=self.steps,
             seed=self.seed,
@@ -263,6 +265,7 @@ def test_what_is_measured_of_a_step() -> None:
             *("rollout/response_tokens_mean", "rollout/response_tokens_max", "rollout/prompt_tokens_mean"),
             *("rollout/finished_share", "rollout/weight_version", "data/epoch"),
             *("batch/tokens", "batch/padding_share", "batch/micro_batches", "batch/rank_imbalance"),
+            "batch/privileged_share",
         }
         assert experience.metrics["data/epoch"] == pytest.approx(0.4 * experience.step)
         assert experience.metrics["batch/tokens"] == len(sequences.tokens)
@@ -282,7 +285,6 @@ def test_description_of_rollouts() -> None:
         "rollout/response_tokens_max": 4.0,
         "rollout/prompt_tokens_mean": 2.0,
         "rollout/finished_share": 0.5,
-        "rollout/weight_version": 7.0,
     }
 
 

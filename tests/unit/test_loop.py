@@ -76,6 +76,7 @@ def test_what_is_logged_each_step(tmp_path: Path) -> None:
             *("rollout/response_tokens_mean", "rollout/response_tokens_max", "rollout/prompt_tokens_mean"),
             *("rollout/finished_share", "rollout/weight_version", "train/loss", "data/epoch"),
             *("batch/tokens", "batch/padding_share", "batch/micro_batches", "batch/rank_imbalance"),
+            "batch/privileged_share",
         }
     assert [metrics["rollout/weight_version"] for _, metrics in logged] == [0, 1, 2]
 

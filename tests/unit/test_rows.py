@@ -96,7 +96,16 @@ def test_the_raw_row_is_left_alone() -> None:
             {"messages": [USER, ASSISTANT], "response": "6"},
             "'response' differs from the final assistant message; keep one",
         ),
-        ({"prompt": "x", "teacher_prompt": "y"}, "teacher_prompt (OPSD) is not available yet"),
+        ({"prompt": "x", "teacher_prompt": 7}, "teacher_prompt is an int, expected a string or a list of messages"),
+        ({"prompt": "x", "teacher_prompt": " "}, "empty teacher_prompt"),
+        (
+            {"prompt": "x", "teacher_prompt": [USER, 5]},
+            "teacher_prompt's message 2 is an int, expected an object with 'role' and 'content'",
+        ),
+        (
+            {"prompt": "x", "teacher_prompt": [USER, ASSISTANT]},
+            "teacher_prompt ends with role assistant, expected user or tool",
+        ),
         ({"prompt": "x", "completion": "y"}, "'completion' is not read; call it 'response'"),
         ({"prompt": "x", "images": ["y.png"]}, "'images' are not supported"),
         ({"prompt": "x", "tools": [{"name": "y"}]}, "'tools' are not supported"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.algos.objective import Objective
+from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import Train
 
 
@@ -15,9 +16,13 @@ class TrainerSetup:
 
     student: Path
     teacher: Path | None
-    """The colocated teacher; None without one."""
+    """The colocated teacher's checkpoint; None without one."""
     train: Train
     objective: Objective
     steps: int
     """Optimizer steps of the whole run, which the learning rate falls over."""
     seed: int
+    offload_teacher: bool = False
+    """Keep the colocated teacher's layers in host memory between uses."""
+    self_teacher: SelfTeacher | None = None
+    """The student is its own teacher."""

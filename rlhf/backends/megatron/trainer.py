@@ -1,4 +1,4 @@
-"""One trainer process: the student under Megatron's DDP and optimizer, and the frozen colocated teacher.
+"""One trainer process: the student under Megatron's DDP and optimizer, and a teacher that lives with it.
 
 A plain class: Ray wraps it in an actor, tests call it in their own process. The model code knows nothing of algorithms
 or teachers: an `Objective` turns head rows and teacher scores into a loss.
@@ -25,10 +25,12 @@ from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.model import architecture_of, forward, load_model, select_rows
 from rlhf.backends.megatron.partition import Partition
 from rlhf.backends.megatron.setup import TrainerSetup
+from rlhf.backends.megatron.teachers import AverageTeacher, FrozenTeacher, Teacher
 from rlhf.backends.weight_sync import to_send
 from rlhf.batching import MicroBatch, pack
 from rlhf.errors import MisalignedScores, TrainingDiverged
 from rlhf.losses.divergence import forward_and_reverse_kl
+from rlhf.losses.heads import VocabHead
 from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Sequences
 
 
@@ -41,6 +43,15 @@ def on_device(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*args, **kwargs)
 
     return wrapped
+
+
+def by_sample(rows: Any, micro: MicroBatch) -> dict[int, Any]:
+    """Sample id -> its part of a micro-batch's response rows."""
+    ends = np.cumsum(micro.row_counts)
+    return {
+        sample_id: rows[end - count : end]
+        for sample_id, count, end in zip(micro.sample_ids, micro.row_counts, ends, strict=True)
+    }
 
 
 class MegatronTrainer:
@@ -60,6 +71,8 @@ class MegatronTrainer:
         self.rank = rank
         self.version = 0
         self._scores: dict[int, Any] = {}
+        self._teacher_head: Callable[[Tensor], VocabHead] | None = None
+        """What the scores' hidden rows belong to; None where they hold none."""
         self._lent: list[Tensor] = []
         """What an engine on the same GPU is reading; see `buckets`."""
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -73,10 +86,14 @@ class MegatronTrainer:
         dtype = getattr(torch, setup.train.dtype.value)
         partition = self._partition()
         self.student = load_model(setup.student, dtype, partition)
-        self.teacher = None
+        self.teacher: Teacher | None = None
         if setup.teacher is not None:
-            self.teacher = load_model(setup.teacher, dtype, partition)
-            self.teacher.module.requires_grad_(False).eval()
+            self.teacher = FrozenTeacher(load_model(setup.teacher, dtype, partition), setup.offload_teacher)
+        elif setup.self_teacher is not None and setup.self_teacher.ema_decay is not None:
+            average = load_model(setup.student, dtype, partition)
+            self.teacher = AverageTeacher(average, self.student, setup.self_teacher.ema_decay)
+        elif setup.self_teacher is not None:
+            self.teacher = Teacher(self.student)
         self.ddp, self.optimizer, self.schedule = optimizer.wrap(self.student.module, setup.train, setup.steps)
 
     def _partition(self) -> Partition:
@@ -99,15 +116,15 @@ class MegatronTrainer:
     @on_device
     @torch.no_grad()
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> None:
-        """Ask the colocated teacher about every response token; the answers stay here until `train` uses them."""
+        """Ask the teacher about every response token; the answers stay here until `train` uses them."""
         assert self.teacher is not None
-        for minibatch in minibatches:
-            for micro in self._micro_batches(sequences, minibatch.plan):
-                scores = self.setup.objective.distill.score(self.teacher.head(self.teacher.hidden_rows(micro)))
-                start = 0
-                for sample_id, count in zip(micro.sample_ids, micro.row_counts, strict=True):
-                    self._scores[sample_id] = scores[start : start + count]
-                    start += count
+        distill = self.setup.objective.distill
+        with self.teacher.at_work() as teacher:
+            for minibatch in minibatches:
+                for micro in self._micro_batches(sequences, minibatch.plan):
+                    scores = distill.score(teacher.head(teacher.hidden_rows(micro)))
+                    self._scores |= by_sample(scores, micro)
+        self._teacher_head = self.teacher.lasting_head() if distill.needs_teacher_head else None
 
     def _joined_scores(self, micro: MicroBatch) -> Any:
         """The scores of a micro-batch's rows, in its order."""
@@ -129,11 +146,14 @@ class MegatronTrainer:
         started = time.perf_counter()
         self._take_back()
         self.ddp.train()
+        assert self.teacher is not None
         for minibatch in experience.minibatches:
             totals += self._over_data_parallel(self.accumulate_gradients(experience.sequences, minibatch))
             grad_norm, lr = self._step()
             grad_norms.append(grad_norm)
+            self.teacher.after_step()
         self._scores.clear()
+        self._teacher_head = None
         return {
             **totals.means(optimizer_steps=len(experience.minibatches)),
             "train/grad_norm": float(np.mean(grad_norms)),
@@ -172,16 +192,18 @@ class MegatronTrainer:
 
         def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, Totals]:
             rows = select_rows(hidden, micro)
+
+            def of_rows(values: np.ndarray | None) -> Tensor | None:
+                return None if values is None else torch.from_numpy(values[micro.response_index]).to(rows.device)
+
             batch = RowBatch(
                 weights=torch.from_numpy(minibatch.weights[micro.response_index]).to(rows.device),
                 targets=torch.from_numpy(micro.targets).to(rows.device),
-                behaviour_logprobs=None
-                if sequences.logprobs is None
-                else torch.from_numpy(sequences.logprobs[micro.response_index]).to(rows.device),
+                behaviour_logprobs=of_rows(sequences.logprobs),
+                target_weights=of_rows(minibatch.target_weights),
             )
-            teacher_head = self.teacher.head if self.teacher is not None else None
             loss, totals = self.setup.objective.loss(
-                self.student.head(rows), self._joined_scores(micro), batch, teacher_head
+                self.student.head(rows), self._joined_scores(micro), batch, self._teacher_head
             )
             return loss, torch.tensor(len(micro.rows), dtype=torch.int), totals
 
@@ -220,14 +242,25 @@ class MegatronTrainer:
 
     @on_device
     @torch.no_grad()
-    def evaluate(self, sequences: Sequences, plan: BatchPlan) -> Metrics:
-        """Full-vocabulary forward KL(T||S) and reverse KL(S||T) at temperature 1, in nats a response token."""
+    def evaluate(
+        self, sequences: Sequences, plan: BatchPlan, teacher: tuple[Sequences, BatchPlan] | None = None
+    ) -> Metrics:
+        """Full-vocabulary forward KL(T||S) and reverse KL(S||T) at temperature 1, in nats a response token.
+
+        Args:
+            teacher: the same responses as the teacher reads them, on the same ranks; None: it reads `sequences`.
+        """
         assert self.teacher is not None
+        hidden: dict[int, Tensor] = {}
+        with self.teacher.at_work() as model:
+            for micro in self._micro_batches(*(teacher or (sequences, plan))):
+                hidden |= by_sample(model.hidden_rows(micro), micro)
         self.ddp.eval()
         totals = Totals()
         for micro in self._micro_batches(sequences, plan):
             student = self.student.head(select_rows(forward(self.ddp, micro), micro))
-            forward_kl, reverse_kl = forward_and_reverse_kl(student, self.teacher.head(self.teacher.hidden_rows(micro)))
+            rows = torch.cat([hidden.pop(sample_id) for sample_id in micro.sample_ids])
+            forward_kl, reverse_kl = forward_and_reverse_kl(student, self.teacher.head(rows))
             sums = {
                 "eval/forward_kl": float(forward_kl.double().sum()),
                 "eval/reverse_kl": float(reverse_kl.double().sum()),
@@ -309,9 +342,12 @@ class MegatronTrainer:
             CheckpointError: a file that can't be read, or is of another model or layout.
         """
         self.version = training_state.load(folder, *self._state_parts())
+        if self.teacher is not None:
+            self.teacher.state_filled()
         return self.version
 
     def _state_parts(self) -> tuple[Any, ...]:
         first_copy = self.rank % self.setup.train.tensor_parallel  # tensor-parallel ranks are neighbours
         sharded = self.setup.train.distributed_optimizer
-        return self.rank, first_copy, self.student.module, self.optimizer, self.schedule, sharded
+        past = [] if self.teacher is None else self.teacher.state()
+        return self.rank, first_copy, self.student.module, self.optimizer, self.schedule, sharded, past

@@ -4,7 +4,8 @@ rank_0.pt   {"model": {name: tensor}, "optimizer": [[{"main": tensor, "step": ..
 
 `optimizer` is a list of parameter groups, each a list of parameters in Megatron's order, which the layout decides.
 Copies of the model (data-parallel ranks) hold the same weights and, without the distributed optimizer, the same
-moments: those are written once, by the first copy, and read by all. `main` is there for bfloat16 only: the float32
+moments: those are written once, by the first copy, and read by all. `teacher` is the average
+of past weights that teacher=self may score with. `main` is there for bfloat16 only: the float32
 parameters that AdamW steps; otherwise it steps the model's own.
 """
 
@@ -25,16 +26,27 @@ MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
 """What AdamW keeps of a parameter."""
 
 
-def save(folder: Path, rank: int, first_copy: int, module: Any, optimizer: Any, schedule: Any, sharded: bool) -> None:
+def save(
+    folder: Path,
+    rank: int,
+    first_copy: int,
+    module: Any,
+    optimizer: Any,
+    schedule: Any,
+    sharded: bool,
+    teacher: list[Tensor],
+) -> None:
     """Write this rank's part.
 
     Args:
         first_copy: the rank whose weights this one's are a copy of; `rank` itself in the first copy.
         sharded: each copy has its own part of the optimizer (the distributed optimizer).
+        teacher: what the teacher has of the student's past (an average of its weights); copies have the same.
     """
     state: dict[str, Any] = {"num_steps": schedule.num_steps, "rng": random_states()}
     if rank == first_copy:
         state["model"] = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        state["teacher"] = teacher
     if rank == first_copy or sharded:
         of_model = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
         state["optimizer"] = [
@@ -51,7 +63,16 @@ def save(folder: Path, rank: int, first_copy: int, module: Any, optimizer: Any, 
 
 
 @torch.no_grad()
-def load(folder: Path, rank: int, first_copy: int, module: Any, optimizer: Any, schedule: Any, sharded: bool) -> int:
+def load(
+    folder: Path,
+    rank: int,
+    first_copy: int,
+    module: Any,
+    optimizer: Any,
+    schedule: Any,
+    sharded: bool,
+    teacher: list[Tensor],
+) -> int:
     """What `save` wrote, into a trainer of the same layout -> optimizer steps done.
 
     Raises:
@@ -64,6 +85,8 @@ def load(folder: Path, rank: int, first_copy: int, module: Any, optimizer: Any, 
         raise CheckpointError(f"{folder} is the state of another model; use model.path of the run it is from")
     for name, tensor in first["model"].items():
         _fill(parameters[name], tensor, folder)
+    for tensor, stored_tensor in zip(teacher, first["teacher"], strict=True):
+        _fill(tensor, stored_tensor, folder)
     stored = (own if sharded else first)["optimizer"]
     for group, stored_group in zip(parameter_groups(optimizer), stored, strict=True):
         for (adam, parameter), moments in zip(group, stored_group, strict=True):

@@ -1,0 +1,16 @@
+"""An example of your own `data.preprocessor`: rows with a column `hint` tell it to the teacher alone.
+
+    python -m rlhf.launch algo=opsd teacher=self data=file data.path=rows.jsonl \
+        data.preprocessor=docs/examples/privileged_hint.py:add_hint
+
+A preprocessor takes a row as it was read and returns the row to use: `prompt` (a string or messages) or `messages`,
+`response`, and for the teacher `teacher_prompt`. A row for which it raises is a bad row (`data.on_bad_row`).
+"""
+
+from typing import Any
+
+
+def add_hint(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with a hint gets a `teacher_prompt`; the others stay as they are."""
+    hint = row.get("hint")
+    return {**row, "teacher_prompt": f"{row['prompt']}\n\nHint: {hint}"} if hint else row

@@ -1,0 +1,23 @@
+"""Which source a configuration means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf.config.run import Run
+from rlhf.roles.protocols import Engine
+from rlhf.sources.dataset import DatasetSource
+from rlhf.sources.live import LiveSource
+from rlhf.sources.mixed import MixedSource
+from rlhf.sources.steps import StepSource
+
+
+def source_of(run: Run, engine: Engine | None, **fields: Any) -> StepSource:
+    """The source, with the fields that every one has."""
+    longest = run.data.max_response_length
+    if run.engine is None:
+        return DatasetSource(max_response_tokens=longest, **fields)
+    assert engine is not None, "a placement starts the engine that the configuration has"
+    if run.lmbda == 1:
+        return LiveSource(engine=engine, rollout=run.engine, **fields)
+    return MixedSource(engine=engine, rollout=run.engine, lmbda=run.lmbda, max_response_tokens=longest, **fields)

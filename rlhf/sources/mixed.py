@@ -1,0 +1,45 @@
+"""The mixed source (GKD, arXiv 2306.13649, algorithm 1): a step is the student's own samples with probability
+`algo.lmbda`, else the rows' reference responses."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+from rlhf.data.cursor import Draw
+from rlhf.sources.dataset import reference_rollouts
+from rlhf.sources.live import LiveSource
+from rlhf.types import Metrics, Rollouts
+
+
+@dataclass(kw_only=True)
+class MixedSource(LiveSource):
+    """Both kinds of step take their rows from the same cursor. At lmbda=1 it does what `LiveSource` does, at 0 what
+    `DatasetSource` does (but for the engine's part in the evaluation)."""
+
+    lmbda: float
+    max_response_tokens: int
+    """Reference responses are cut to this."""
+
+    def weights(self, step: int, seconds: Metrics) -> int:
+        """They go to the engine only if it is asked for anything before the next step."""
+        generates = step <= self.steps and on_policy(self.lmbda, self.seed, step)
+        if generates or self.evaluator.due(step - 1):
+            return super().weights(step, seconds)
+        return self.trainer.version
+
+    def responses(self, step: int, draw: Draw, version: int, seconds: Metrics) -> tuple[Rollouts, Metrics]:
+        if on_policy(self.lmbda, self.seed, step):
+            rollouts, described = super().responses(step, draw, version, seconds)
+            return rollouts, {**described, "rollout/on_policy": 1.0}
+        self.engine.sleep().result()  # the evaluation may have woken it
+        rollouts, described = reference_rollouts(draw.table, self.max_response_tokens, step, version)
+        return rollouts, {**described, "rollout/on_policy": 0.0}
+
+
+def on_policy(lmbda: float, seed: int, step: int) -> bool:
+    """Whether a step trains on the student's samples. Depends on nothing but these: a run that was resumed draws the
+    same, and more of `lmbda` adds on-policy steps without moving those there are."""
+    digest = hashlib.blake2b(struct.pack("<2q", seed, step), digest_size=8, person=b"lmbda").digest()
+    return int.from_bytes(digest, "little") < lmbda * 2**64
