@@ -108,7 +108,7 @@ class Checkpoints:
             with self._writing(name) as unfinished:
                 self._weights(unfinished, same)
                 if same is None:
-                    self.trainer.save_state(unfinished / training_state.FOLDER).result()
+                    self._save_state(unfinished / training_state.FOLDER)
                 else:
                     shutil.copytree(
                         same / training_state.FOLDER, unfinished / training_state.FOLDER, copy_function=link
@@ -116,6 +116,16 @@ class Checkpoints:
                 training_state.write(self.describe(step), unfinished)
         self.saved = [*(other for other in self.saved if other != path), path]
         return path
+
+    def _save_state(self, folder: Path) -> None:
+        """The trainer's part of the training state."""
+        written = self.trainer.save_state(folder).result()
+        found = len(list(folder.glob("*.pt")))
+        if found != written:
+            raise CheckpointError(
+                f"of {written} files of training state {found} are in {folder.parent.parent}: the trainer's machines "
+                "don't share this folder; use a run.dir that they do"
+            )
 
     def _weights(self, unfinished: Path, same: Path | None) -> None:
         """The Hugging Face folder; linked to the same weights where they have been written already."""

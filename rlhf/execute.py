@@ -27,7 +27,18 @@ from rlhf.preflight import Inputs, check_inputs
 from rlhf.progress import BadRowList, Progress, versions
 from rlhf.report import summary as report
 from rlhf.report.plot import plot_run
-from rlhf.resume import BAD_ROWS, Resume, check_data, content_of, described, find, finished, mark_of, prepare
+from rlhf.resume import (
+    BAD_ROWS,
+    Resume,
+    check_data,
+    content_of,
+    described,
+    described_as_done,
+    find,
+    finished,
+    mark_of,
+    prepare,
+)
 from rlhf.run_folder import RunFolder, check, keep_traceback
 from rlhf.sources.build import source_of
 from rlhf.sources.evaluation import Evaluator
@@ -40,12 +51,13 @@ if TYPE_CHECKING:
     from rlhf.placements.colocate import Roles
 
 
-def execute(run: Run, config: Any) -> float | None:
+def execute(run: Run, config: Any, sweep: bool = False) -> float | None:
     """Run it.
 
     Args:
         run: the checked configuration.
         config: the same as plain containers, to be written down.
+        sweep: it is a job of a sweep.
 
     Returns:
         The held-out forward KL after the last step; None without evaluation.
@@ -53,7 +65,7 @@ def execute(run: Run, config: Any) -> float | None:
     Raises:
         RlhfError: anything the user can do something about, in one line.
     """
-    resume = find(run, config)
+    resume = find(run, config, sweep)
     content = content_of(run, resume)
     run_dir = check(run.run, content)
     if run.logger.console:
@@ -62,7 +74,7 @@ def execute(run: Run, config: Any) -> float | None:
     if resume is not None:
         check_data(resume, inputs.dataset)
         if finished(resume, run, run_dir, inputs.steps):
-            print(f"{report.shown_path(run_dir)} is done: {inputs.steps} steps; use a higher run.steps to go on")
+            print(described_as_done(resume, run_dir), flush=True)
             return resume.state.evaluations.get(inputs.steps, {}).get("eval/forward_kl")
     if run.logger.console and run.resume != "never":
         print(described(resume), flush=True)

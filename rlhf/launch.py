@@ -30,12 +30,13 @@ jobs: list[Job] = []
 """Those of a sweep, in order; the last one may not have ended."""
 
 
-def objective(config: DictConfig) -> float | None:
-    """One run of a composed configuration. Returns the held-out forward KL, or None without evaluation."""
+def objective(config: DictConfig, sweep: bool = False) -> float | None:
+    """One run of a composed configuration, or one job of a sweep. Returns the held-out forward KL, or None without
+    evaluation."""
     run = to_run(config)
     from rlhf.execute import execute  # after the checks: it takes seconds to import
 
-    return execute(run, OmegaConf.to_container(config, resolve=True))
+    return execute(run, OmegaConf.to_container(config, resolve=True), sweep)
 
 
 def job(config: DictConfig) -> float | None:
@@ -52,7 +53,7 @@ def job(config: DictConfig) -> float | None:
             config.run.dir = command.runtime.output_dir
             config.run.name = f"{config.run.name}-{command.job.num}"
             print(f"\njob {command.job.num}: {' '.join(command.overrides.task)}", flush=True)
-        result = objective(config)
+        result = objective(config, sweep)
         done.ended()
         return result
     except Exception as error:

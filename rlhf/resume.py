@@ -47,6 +47,9 @@ DECIDES = (
 )
 """Keys that may not change: what is trained on what (eval.samples decides which rows are held out), in which order, and
 how the state is laid out. All others may; the run says which ones did."""
+FREE_IN_A_SWEEP = ("run.*", "eval.every", "eval.keep_best", "logger.*", "cluster.*")
+"""Under resume=auto a job of a sweep finds its folder by its number. Were other values swept now, it would go on with,
+or report as its own, what was another job: all keys but these decide there, too."""
 OF_NO_INTEREST = ("resume", "run.name", "run.dir", "run.overwrite")
 """They change with every continuation."""
 
@@ -68,8 +71,12 @@ class Resume:
 # ---- before anything is read but JSON -------------------------------------------------------------------------------
 
 
-def find(run: Run, config: Any) -> Resume | None:
+def find(run: Run, config: Any, sweep: bool) -> Resume | None:
     """The checkpoint that `resume` means, checked against the configuration; None: start at the beginning.
+
+    Args:
+        config: the run's, as containers.
+        sweep: it is a job of a sweep.
 
     Raises:
         ConfigError: nothing to continue from where one was named, or keys that have changed and may not.
@@ -82,7 +89,7 @@ def find(run: Run, config: Any) -> Resume | None:
     if checkpoint is None:
         return None
     state = training_state.read(checkpoint)
-    changed = compare(state.config, training_state.plain(config), checkpoint)
+    changed = compare(state.config, training_state.plain(config), checkpoint, sweep and run.resume == "auto")
     in_place = checkpoint.is_relative_to(run_dir)
     newer = [path for path in training_state.complete(run_dir) if _later(path, state.step)] if in_place else []
     if newer and not run.run.overwrite:
@@ -100,7 +107,7 @@ def content_of(run: Run, resume: Resume | None) -> Content:
     return Content.delete_if_nothing_saved if run.resume == "auto" else Content.delete_if_told
 
 
-def compare(before: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> list[str]:
+def compare(before: dict[str, Any], now: dict[str, Any], checkpoint: Path, in_a_sweep: bool = False) -> list[str]:
     """Keys that differ -> `KEY=VALUE (was VALUE)`.
 
     Raises:
@@ -108,12 +115,17 @@ def compare(before: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> li
     """
     old, new = dict(_flat(before)), dict(_flat(now))
     changed = [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
-    refused = [key for key in changed if _matches(key, DECIDES)]
+    refused = [
+        key
+        for key in changed
+        if _matches(key, DECIDES) or (in_a_sweep and key not in OF_NO_INTEREST and not _matches(key, FREE_IN_A_SWEEP))
+    ]
     if refused:
+        another = "hydra.sweep.dir" if in_a_sweep else "run.name"
         named = ", ".join(f"{_key(key)}={_value(key, new)} (was {_value(key, old)})" for key in refused)
         raise ConfigError(
             f"can't continue from {report.shown_path(checkpoint)} with {named}: that would be another run; write the "
-            "former values, or start anew with resume=never and another run.name"
+            f"former values, or start anew with resume=never and another {another}"
         )
     return [f"{_key(key)}={_value(key, new)} (was {_value(key, old)})" for key in changed if key not in OF_NO_INTEREST]
 
@@ -252,3 +264,9 @@ def described(resume: Resume | None) -> str:
         return "resume=auto: no checkpoint to continue from; starting at the beginning"
     line = f"continuing from step {resume.state.step}, {report.shown_path(resume.checkpoint)}"
     return line + (f"\nchanged since: {', '.join(resume.changed)}" if resume.changed else "")
+
+
+def described_as_done(resume: Resume, run_dir: Path) -> str:
+    """The same for a run in which nothing is left to do."""
+    line = f"{report.shown_path(run_dir)} is done: {resume.state.step} steps; use a higher run.steps to go on"
+    return line + (f"\nchanged since, without effect: {', '.join(resume.changed)}" if resume.changed else "")

@@ -100,10 +100,18 @@ def read(checkpoint: Path) -> TrainingState:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step a checkpoint can be continued from; None without training state."""
-    if not (checkpoint / FOLDER / FILE).is_file():
+    """The step a checkpoint is of; None without training state. Nothing else in it is looked at.
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    path = checkpoint / FOLDER / FILE
+    if not path.is_file():
         return None
-    return read(checkpoint).step
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["step"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}); delete its checkpoint to go on") from error
 
 
 def newest(run_dir: Path) -> Path | None:
@@ -111,7 +119,7 @@ def newest(run_dir: Path) -> Path | None:
     knows the evaluation after it.
 
     Raises:
-        CheckpointError: one of them is damaged.
+        CheckpointError: of one of them the step can't be read.
     """
     steps = {path: step for path in complete(run_dir) if (step := step_of(path)) is not None}
     return max(steps, key=lambda path: (steps[path], path.name == "final"), default=None)

@@ -171,8 +171,9 @@ class RayTrainer:
     def save(self, folder: Path) -> RayFuture[None]:
         return self._all("save", folder)
 
-    def save_state(self, folder: Path) -> RayFuture[None]:
-        return self._all("save_state", folder)
+    def save_state(self, folder: Path) -> RayFuture[int]:
+        """A file a rank."""
+        return RayFuture([rank.call("save_state", folder) for rank in self.ranks], len)
 
     def load_state(self, folder: Path) -> None:
         self.version = self._all("load_state", folder).result()

@@ -118,7 +118,7 @@ class Run:
     resume: str
     """never | auto | FOLDER. auto: go on from the newest checkpoint in run.dir, or start at the beginning where there
     is none. FOLDER: go on from a checkpoint, or from the newest one of a run; in place if it is in run.dir, else in a
-    new run."""
+    new run. auto needs a run.name of yours; in a sweep (-m), hydra.sweep.dir=multirun/NAME."""
     model: Model
     """The student."""
     train: Train

@@ -108,12 +108,12 @@ class DoubleTrainer(Trainer):
         self.events.append(Event("save", self.version, folder))
         return Done(None)
 
-    def save_state(self, folder: Path) -> Done[None]:
+    def save_state(self, folder: Path) -> Done[int]:
         """The version is all there is to it."""
         folder.mkdir(parents=True)
         (folder / "rank_0.pt").write_text(str(self.version), encoding="utf-8")
         self.events.append(Event("save_state", self.version, folder))
-        return Done(None)
+        return Done(1)
 
     def load_state(self, folder: Path) -> None:
         self.version = int((folder / "rank_0.pt").read_text(encoding="utf-8"))

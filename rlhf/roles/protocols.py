@@ -52,8 +52,9 @@ class Trainer(Protocol):
 
     def save(self, folder: Path) -> Future[None]: ...
 
-    def save_state(self, folder: Path) -> Future[None]:
-        """Write what continuing exactly from here needs, beside what `save` writes."""
+    def save_state(self, folder: Path) -> Future[int]:
+        """Write what continuing exactly from here needs, beside what `save` writes; the future gives how many files
+        (`*.pt`) that is."""
         ...
 
     def load_state(self, folder: Path) -> None:

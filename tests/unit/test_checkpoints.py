@@ -73,7 +73,7 @@ def test_nothing_has_the_name_of_a_checkpoint_before_all_of_it_is_there(tmp_path
             seen.append(names(tmp_path))
             return super().save(folder)
 
-        def save_state(self, folder: Path) -> Done[None]:
+        def save_state(self, folder: Path) -> Done[int]:
             seen.append(names(tmp_path))
             return super().save_state(folder)
 
@@ -100,6 +100,17 @@ def test_a_save_that_fails_leaves_the_earlier_ones(fails: str, tmp_path: Path, m
         checkpoints.after_step(2)
     assert names(tmp_path) == ["step_1"]
     assert read(tmp_path / "checkpoints" / "step_1").step == 1
+
+
+def test_files_that_another_machine_kept_to_itself(tmp_path: Path) -> None:
+    class Elsewhere(DoubleTrainer):
+        def save_state(self, folder: Path) -> Done[int]:
+            super().save_state(folder)
+            return Done(2)
+
+    with pytest.raises(CheckpointError, match=r"of 2 files of training state 1 are in .*; use a run\.dir that they do"):
+        checkpoints_in(tmp_path, Elsewhere()).after_step(1)
+    assert names(tmp_path) == []
 
 
 @contextmanager
@@ -267,6 +278,16 @@ def test_damage_is_named(how: str, tmp_path: Path) -> None:
     damaged(tmp_path / "checkpoints" / "step_1", how)
     with pytest.raises(CheckpointError, match=DAMAGE[how]):
         read(tmp_path / "checkpoints" / "step_1")
+
+
+def test_damage_in_an_older_one_does_not_matter(tmp_path: Path) -> None:
+    save_steps(checkpoints_in(tmp_path), 2)
+    folder = tmp_path / "checkpoints"
+    damaged(folder / "step_1", "short")
+    assert newest(tmp_path) == folder / "step_2"
+    damaged(folder / "step_1", "cut")
+    with pytest.raises(CheckpointError, match=r"step_1/.*driver\.json is damaged .*; delete its checkpoint to go on"):
+        newest(tmp_path)
 
 
 def test_other_folders_are_no_checkpoints(tmp_path: Path) -> None:

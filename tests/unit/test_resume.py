@@ -127,6 +127,8 @@ def test_a_run_that_is_done_is_left_alone_or_made_longer(
     again = launch(folder, run=settings(folder, steps=3), resume="auto")
     assert again.trainer.events == [] and again.result == 1 / 4
     assert f"{folder} is done: 3 steps; use a higher run.steps to go on\n" in capsys.readouterr().out
+    launch(folder, run=settings(folder, steps=3), resume="auto", train=Train(global_batch_samples=4, lr=1e-3))
+    assert "changed since, without effect: train.lr=0.001 (was 1e-05)\n" in capsys.readouterr().out
     assert (folder / "metrics.jsonl").read_text() == before
     with pytest.raises(ConfigError, match=r"final is at step 3, the last of the run: .* use run\.steps=4 or more"):
         launch(folder, run=settings(folder, steps=3), resume=str(folder))
@@ -271,6 +273,15 @@ def test_what_is_harmless_is_listed(tmp_path: Path) -> None:
     ]
 
 
+def test_a_job_of_a_sweep_does_not_go_on_with_what_was_another(tmp_path: Path) -> None:
+    now = changed("algo", "beta", 1.0)
+    now["run"] = {**now["run"], "name": "b", "steps": 8}
+    assert sorted(compare(BEFORE, now, tmp_path)) == ["algo.beta=1.0 (was 0.5)", "run.steps=8 (was 4)"]
+    with pytest.raises(ConfigError, match=r"with algo\.beta=1\.0 \(was 0\.5\): .* and another hydra\.sweep\.dir"):
+        compare(BEFORE, now, tmp_path, in_a_sweep=True)
+    assert compare(BEFORE, changed("run", "steps", 8), tmp_path, in_a_sweep=True) == ["run.steps=8 (was 4)"]
+
+
 def test_the_layout_of_a_run_is_compared(tmp_path: Path, launch: Any) -> None:
     """From the files of a run, not from made-up dictionaries."""
     with pytest.raises(RoleDied):
@@ -279,7 +290,7 @@ def test_the_layout_of_a_run_is_compared(tmp_path: Path, launch: Any) -> None:
     run = run_of(tmp_path / "test", run=settings(tmp_path / "test"), resume="auto")
     config = {**config_of(run), "train": dataclasses.asdict(two)}
     with pytest.raises(ConfigError, match=r"train\.gpus=2 \(was 1\), train\.distributed_optimizer=true \(was false\)"):
-        find(run, config)
+        find(run, config, sweep=False)
 
 
 def test_auto_needs_a_folder_that_stays_the_same() -> None:

@@ -160,7 +160,8 @@ def _fill(parameter: Tensor, stored: Tensor, folder: Path) -> None:
 def _compact(value: Any) -> Any:
     """Views cut out of their buffers: torch writes whole storages otherwise, Megatron's hold all parameters."""
     if isinstance(value, Tensor):
-        return value.cpu().clone() if value.untyped_storage().nbytes() != value.nbytes else value.cpu()
+        value = value.cpu()
+        return value.clone() if value.untyped_storage().nbytes() != value.nbytes else value
     if isinstance(value, dict):
         return {name: _compact(item) for name, item in value.items()}
     return [_compact(item) for item in value] if isinstance(value, list) else value
