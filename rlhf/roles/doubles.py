@@ -54,7 +54,7 @@ class DoubleTrainer(Trainer):
 
     events: list[Event] = field(default_factory=list)
     scored: dict[int, int] = field(default_factory=dict)
-    """Sample id -> response rows the teacher has scored; shared with the scorer, emptied by `train`."""
+    """Sample id -> response rows the teacher has scored; shared with the scorer, until they are trained on."""
     data_parallel: int = 1
     version: int = 0
     metrics: Metrics = field(default_factory=lambda: {"train/loss": 1.0, "time/train": 0.25})
@@ -84,7 +84,8 @@ class DoubleTrainer(Trainer):
                     )
         assert trained == set(range(len(sequences))), "every sample is in a plan"
         self.version += len(experience.minibatches)
-        self.scored.clear()
+        for sample_id in sequences.sample_ids:
+            self.scored.pop(int(sample_id), None)
         self.events.append(Event("train", self.version, experience))
         return Done(self.metrics)
 

@@ -49,9 +49,11 @@ class Trainer(Protocol):
 
 
 class Scorer(Protocol):
-    """The teacher. Scores stay where they are used, keyed by sample id."""
+    """The teacher. Scores stay where they are used, or go there without passing through the caller."""
 
-    def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> Future[None]: ...
+    def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> Future[Any]:
+        """The future gives `Experience.scores`."""
+        ...
 
 
 class Engine(Protocol):

@@ -48,7 +48,6 @@ REFUSED = {
     "teacher=standalone": f"teacher=standalone {NOT_YET} teacher=colocated",
     "teacher=self": f"teacher=self {NOT_YET} teacher=colocated",
     "teacher=none": "algo=gkd needs a teacher, got teacher=none; use teacher=colocated",
-    "placement=separate": f"placement=separate {NOT_YET} placement=colocate",
     "rollout=none": f"rollout=none {NOT_YET} rollout=vllm",
     "reward=functions": f"reward=functions {NOT_YET} reward=none with algo=gkd",
 }
@@ -313,7 +312,8 @@ CONTRADICTIONS = {
     "rollout.max_new_tokens=128 tokens; use at least 384",
     "train.micro_batch_tokens=400 eval.max_response_tokens=200": "train.micro_batch_tokens=400 can't hold one held-out "
     "sample of data.max_length=256 + eval.max_response_tokens=200 tokens; use at least 456",
-    "train.gpus=2": "placement=colocate shares one set of devices: train.gpus=2 and rollout.gpus=1 must be equal",
+    "train.gpus=2": "placement=colocate shares one set of devices: train.gpus=2 and rollout.gpus=1 must be equal; "
+    "make them so, or use placement=separate",
     "train.gpus=3 train.tensor_parallel=2": "train.gpus=3 must be divisible by train.tensor_parallel=2",
     "rollout.gpus=2 rollout.tensor_parallel=2": f"rollout.tensor_parallel=2 {NOT_YET} rollout.tensor_parallel=1, which "
     "makes rollout.gpus=2 as many replicas",
@@ -334,7 +334,8 @@ CONTRADICTIONS = {
         "tokens; use at least 386"
     ),
     "placement.max_staleness=1": "placement.max_staleness=1 needs roles on devices of their own; placement=colocate "
-    "allows 0",
+    "allows 0; use placement=separate",
+    "placement=separate placement.max_staleness=2": "placement.max_staleness must be in [0, 1], got 2",
     "run.epochs=2": "run.steps=16 and run.epochs=2 both say how long the run is; keep one: run.steps=null "
     "run.epochs=2, or run.epochs=null",
     "run.steps=null": "run.steps=null and run.epochs=null: how long is the run? use run.steps=16, or run.epochs=1",

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.algos.objective import RowBatch, Totals
+from rlhf.backends.channel import Pushed, WeightChannel
 from rlhf.backends.megatron import optimizer, weights
 from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.model import architecture_of, forward, load_model, select_rows
@@ -133,7 +134,8 @@ class MegatronTrainer:
             totals += self._over_data_parallel(self.accumulate_gradients(experience.sequences, minibatch))
             grad_norm, lr = self._step()
             grad_norms.append(grad_norm)
-        self._scores.clear()
+        for sample_id in experience.sequences.sample_ids:  # others may be there already, of the next step
+            self._scores.pop(int(sample_id), None)
         return {
             **totals.means(optimizer_steps=len(experience.minibatches)),
             "train/grad_norm": float(np.mean(grad_norms)),
@@ -238,29 +240,37 @@ class MegatronTrainer:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def buckets(self, dtype: str, max_bytes: int) -> Iterator[Bucket]:
+    def buckets(self, dtype: str, max_bytes: int, channel: WeightChannel | None = None) -> Iterator[Bucket]:
         """The student's weights in Hugging Face names, in buckets of about `max_bytes`, one in memory at a time.
 
         Rank 0 yields them; meanwhile the other ranks that share its model call `take_part_in_export`.
+
+        Args:
+            channel: the way to engines on devices of their own. A bucket then says what comes, and is sent once it has
+                been taken.
         """
-        names: list[str] = []
-        arrays: list[Any] = []
+        for named in self._in_parts(dtype, max_bytes):
+            names, tensors = zip(*named, strict=True)
+            dtypes = (dtype,) * len(names)
+            if channel is None:
+                self._lent += [tensor for tensor in tensors if tensor.is_cuda]
+                yield Bucket(self.version, names, tuple(map(to_send, tensors)), dtypes)
+            else:
+                yield Bucket(self.version, names, tuple(Pushed(tuple(tensor.shape)) for tensor in tensors), dtypes)
+                channel.send(tensors)
+
+    def _in_parts(self, dtype: str, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The student's weights, a few at a time."""
+        part: list[tuple[str, Tensor]] = []
         size = 0
-
-        def bucket() -> Bucket:
-            return Bucket(self.version, tuple(names), tuple(arrays), (dtype,) * len(names))
-
         for name, tensor in self.student.tensors():
             tensor = tensor.to(getattr(torch, dtype))
-            if arrays and size + tensor.nbytes > max_bytes:
-                yield bucket()
-                names, arrays, size = [], [], 0
-            names.append(name)
-            arrays.append(to_send(tensor))
+            if part and size + tensor.nbytes > max_bytes:
+                yield part
+                part, size = [], 0
+            part.append((name, tensor))
             size += tensor.nbytes
-            if tensor.is_cuda:
-                self._lent.append(tensor)
-        yield bucket()
+        yield part
 
     def _take_back(self) -> None:
         """The engine has loaded what was lent to it: copies are freed, and weights may change again."""

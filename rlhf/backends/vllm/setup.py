@@ -19,3 +19,5 @@ class EngineSetup:
     """Longest prompt + response in tokens."""
     stop_token_ids: tuple[int, ...]
     seed: int
+    shares_device: bool
+    """The trainer is on the same device: the engine sleeps while it trains."""

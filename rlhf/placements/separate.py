@@ -1,0 +1,15 @@
+"""placement=separate: trainer and engine on devices of their own; weights are pushed over a collective."""
+
+from __future__ import annotations
+
+from rlhf.algos.objective import Objective
+from rlhf.config.run import Run
+from rlhf.placements.layout import plan_layout
+from rlhf.placements.roles import Roles, start_roles
+from rlhf.preflight import Inputs
+
+
+def start(run: Run, inputs: Inputs, objective: Objective) -> Roles:
+    """See `start_roles`."""
+    layout = plan_layout(run.train.gpus, run.rollout.gpus, run.rollout.tensor_parallel, separate=True)
+    return start_roles(run, inputs, objective, layout, shared=False)
