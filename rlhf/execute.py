@@ -147,6 +147,7 @@ def build_source(run: Run, inputs: Inputs, roles: Roles, log: MetricLog, bad_row
         train=run.train,
         held_out=inputs.dataset.held_out,
         trainer=roles.trainer,
+        scorer=roles.scorer,
         engine=roles.engine,
         seed=run.run.seed,
         total_steps=inputs.steps,

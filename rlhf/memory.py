@@ -8,7 +8,8 @@ import psutil
 
 from rlhf.backends.megatron.architecture import Architecture
 from rlhf.config.cluster import Device
-from rlhf.config.run import Run
+from rlhf.config.run import EvalResponses, Run
+from rlhf.config.teacher import StandaloneTeacher
 from rlhf.config.train import DType
 from rlhf.errors import ConfigError
 
@@ -24,22 +25,42 @@ def check_memory(run: Run, architecture: Architecture) -> None:
         ConfigError: naming the key and a value that works.
     """
     longest = run.data.max_length + run.rollout.max_new_tokens
-    blocks = math.ceil(longest / BLOCK_TOKENS) + 1
-    least = blocks * BLOCK_TOKENS * cache_bytes_per_token(architecture, run.rollout.dtype) / GIB
-    if run.rollout.kv_cache_gb < least:
-        raise ConfigError(
-            f"rollout.kv_cache_gb={run.rollout.kv_cache_gb:g} can't hold one sample of {longest} tokens; use at least "
-            f"{math.ceil(least * 1000) / 1000:g}"
-        )
+    check_cache("rollout.kv_cache_gb", run.rollout.kv_cache_gb, longest, architecture, run.rollout.dtype)
     if run.cluster.device is not Device.cpu or run.cluster.address is not None:
         return  # other memory, or another machine's
     asked = run.rollout.kv_cache_gb * run.rollout.gpus + run.cluster.object_store_gb
+    keys = (
+        f"rollout.kv_cache_gb={run.rollout.kv_cache_gb:g} and cluster.object_store_gb={run.cluster.object_store_gb:g}"
+    )
+    if isinstance(run.teacher, StandaloneTeacher):
+        asked += run.teacher.engine.kv_cache_gb * run.teacher.gpus
+        keys = f"teacher.engine.kv_cache_gb={run.teacher.engine.kv_cache_gb:g}, {keys}"
     available = psutil.virtual_memory().available / GIB
     if asked > available:
+        raise ConfigError(f"{keys} need more than the {available:.1f} GiB of free memory here; lower them")
+
+
+def check_cache(key: str, size_gb: float, longest: int, architecture: Architecture, dtype: DType) -> None:
+    """Refuse a key-value cache that can't hold one sample of `longest` tokens.
+
+    Raises:
+        ConfigError: naming the key and a value that works.
+    """
+    blocks = math.ceil(longest / BLOCK_TOKENS) + 1
+    least = blocks * BLOCK_TOKENS * cache_bytes_per_token(architecture, dtype) / GIB
+    if size_gb < least:
         raise ConfigError(
-            f"rollout.kv_cache_gb={run.rollout.kv_cache_gb:g} and cluster.object_store_gb="
-            f"{run.cluster.object_store_gb:g} need more than the {available:.1f} GiB of free memory here; lower them"
+            f"{key}={size_gb:g} can't hold one sample of {longest} tokens; use at least "
+            f"{math.ceil(least * 1000) / 1000:g}"
         )
+
+
+def longest_sample(run: Run) -> int:
+    """Tokens of the longest sequence that a teacher is asked about."""
+    responses = [run.rollout.max_new_tokens]
+    if run.eval.samples > 0 and run.eval.responses is EvalResponses.dataset:
+        responses.append(run.eval.max_response_tokens)
+    return run.data.max_length + max(responses)
 
 
 def cache_bytes_per_token(architecture: Architecture, dtype: DType) -> int:

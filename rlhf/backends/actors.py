@@ -64,13 +64,17 @@ class TrainerActor:
         self.channel = WeightChannel(self.store, TRAINER, size)
 
     def train(self, experience: Experience) -> Metrics:
-        return self.trainer.train(experience)
+        return self.trainer.train(experience, self._fetched(experience.scores))
 
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> None:
         self.trainer.score(sequences, minibatches)
 
-    def evaluate(self, sequences: Sequences, plan: BatchPlan) -> Metrics:
-        return self.trainer.evaluate(sequences, plan)
+    def evaluate(self, sequences: Sequences, plan: BatchPlan, hidden: Any) -> Metrics:
+        return self.trainer.evaluate(sequences, plan, self._fetched(hidden))
+
+    def _fetched(self, references: Any) -> list[Any]:
+        """A standalone teacher's scores of this rank's samples."""
+        return [] if references is None else ray.get(references[self.trainer.data_parallel_rank])
 
     @ray.method(num_returns="streaming", _generator_backpressure_num_objects=IN_FLIGHT)
     def buckets(self, dtype: str) -> Iterator[Any]:
@@ -169,8 +173,12 @@ class RayTrainer:
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> RayFuture[None]:
         return self._all("score", sequences, minibatches)
 
-    def evaluate(self, sequences: Sequences, plan: BatchPlan) -> RayFuture[Metrics]:
-        return self._all("evaluate", sequences, plan)
+    def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> RayFuture[None]:
+        """Nothing: the teacher is where they are needed."""
+        return RayFuture([], lambda results: None)
+
+    def evaluate(self, sequences: Sequences, plan: BatchPlan, hidden: Any = None) -> RayFuture[Metrics]:
+        return self._all("evaluate", sequences, plan, hidden)
 
     def buckets(self, dtype: str) -> Iterator[Any]:
         """Rank 0 makes them, with the help of the ranks that share its model."""

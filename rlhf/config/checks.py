@@ -28,7 +28,7 @@ def check(run: Run) -> None:
     if isinstance(run.algo, GKD):
         require(
             not isinstance(run.teacher, NoTeacher),
-            "algo=gkd needs a teacher, got teacher=none; use teacher=colocated",
+            "algo=gkd needs a teacher, got teacher=none; use teacher=colocated or teacher=standalone",
         )
         require(
             not isinstance(run.distill, NoDistill),

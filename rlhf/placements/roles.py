@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlhf.algos.objective import Objective
+from rlhf.assets import read_config
 from rlhf.backends.actors import RayEngine, RayTrainer
 from rlhf.backends.cluster import RayCluster
+from rlhf.backends.megatron.architecture import Architecture
 from rlhf.backends.megatron.setup import TrainerSetup
-from rlhf.backends.vllm.setup import EngineSetup
+from rlhf.backends.megatron.tensors import head_name
+from rlhf.backends.scorer_actors import RayScorer
+from rlhf.backends.vllm.setup import EngineSetup, ScorerSetup
+from rlhf.config.distill import FullVocab
 from rlhf.config.run import Run
+from rlhf.config.teacher import StandaloneTeacher, TeacherEngine
 from rlhf.config.train import Train
+from rlhf.memory import longest_sample
 from rlhf.placements.layout import Layout, by_node
 from rlhf.preflight import Inputs
 from rlhf.sources.ahead import Background
@@ -21,7 +28,7 @@ class Roles:
     """The started roles, and the cluster that holds them."""
 
     trainer: RayTrainer
-    scorer: RayTrainer
+    scorer: RayTrainer | RayScorer
     """A colocated teacher lives in the trainer."""
     engine: RayEngine
     cluster: RayCluster
@@ -52,7 +59,7 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
         bundle_of = by_node(cluster.nodes, (run.train.tensor_parallel, run.rollout.tensor_parallel))
         trainer = RayTrainer(
             cluster,
-            TrainerSetup(inputs.student, inputs.teacher, run.train, objective, inputs.steps, run.run.seed),
+            trainer_setup(run, inputs, objective),
             bundles=[bundle_of[device] for device in layout.trainer],
             share=share,
         )
@@ -69,6 +76,11 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
             bundles=[bundle_of[devices[0]] for devices in layout.replicas],
             share=share,
         )
+        scorer: RayTrainer | RayScorer = trainer
+        if isinstance(run.teacher, StandaloneTeacher):
+            setup = scorer_setup(run, inputs, run.teacher.engine, objective)
+            scorer = RayScorer(cluster, setup, bundles=[bundle_of[devices[0]] for devices in layout.teacher])
+            scorer.ready(run.cluster.start_timeout_s)
         trainer.ready(run.cluster.start_timeout_s)
         engine.ready(run.cluster.start_timeout_s)
         if not shared:
@@ -76,7 +88,42 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
     except BaseException:
         cluster.close()
         raise
-    return Roles(trainer, trainer, engine, cluster, describe(run, shared))
+    return Roles(trainer, scorer, engine, cluster, describe(run, shared))
+
+
+def teacher_gpus(run: Run) -> int:
+    """Devices of a standalone teacher."""
+    return run.teacher.gpus if isinstance(run.teacher, StandaloneTeacher) else 0
+
+
+def trainer_setup(run: Run, inputs: Inputs, objective: Objective) -> TrainerSetup:
+    """With the whole teacher, or only its head, or neither."""
+    standalone = isinstance(run.teacher, StandaloneTeacher)
+    hidden_rows_come = standalone and (isinstance(run.distill, FullVocab) or run.eval.samples > 0)
+    return TrainerSetup(
+        student=inputs.student,
+        teacher=None if standalone else inputs.teacher,
+        train=run.train,
+        objective=objective,
+        steps=inputs.steps,
+        seed=run.run.seed,
+        teacher_head=inputs.teacher if hidden_rows_come else None,
+    )
+
+
+def scorer_setup(run: Run, inputs: Inputs, engine: TeacherEngine, objective: Objective) -> ScorerSetup:
+    """Of each replica of a standalone teacher."""
+    assert inputs.teacher is not None
+    teacher = Architecture.from_config(read_config(inputs.teacher), str(inputs.teacher))
+    return ScorerSetup(
+        model=inputs.teacher,
+        engine=engine,
+        max_model_len=longest_sample(run),
+        distill=objective.distill,
+        head=None if isinstance(run.distill, FullVocab) else head_name(teacher),
+        vocab=teacher.vocab,
+        seed=run.run.seed,
+    )
 
 
 def describe(run: Run, shared: bool) -> list[str]:
@@ -85,10 +132,13 @@ def describe(run: Run, shared: bool) -> list[str]:
     without = f" without {len(run.model.drop_layers)} layers" if run.model.drop_layers else ""
     ahead = ", one step ahead" if run.placement.max_staleness else ""
     engine_on = f"the same {run.rollout.gpus} x {kind}" if shared else f"{run.rollout.gpus} x {kind} of its own{ahead}"
+    teacher_on = "in the trainer's processes"
+    if isinstance(run.teacher, StandaloneTeacher):
+        teacher_on = f"{run.teacher.gpus} x {kind} of its own, vLLM, {run.teacher.engine.dtype.value}"
     return [
         f"trainer: {run.train.gpus} x {kind}{shared_by(run.train)}, Megatron-core, {run.train.dtype.value}, student "
         f"{run.model.path}{without}",
-        f"teacher: {run.teacher.model}, in the trainer's processes",
+        f"teacher: {run.teacher.model}, {teacher_on}",
         f"engine: {engine_on}, vLLM, {run.rollout.dtype.value}",
     ]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from rlhf.algos.objective import Objective
 from rlhf.config.run import Run
 from rlhf.placements.layout import plan_layout
-from rlhf.placements.roles import Roles, start_roles
+from rlhf.placements.roles import Roles, start_roles, teacher_gpus
 from rlhf.preflight import Inputs
 
 
 def start(run: Run, inputs: Inputs, objective: Objective) -> Roles:
     """See `start_roles`."""
-    layout = plan_layout(run.train.gpus, run.rollout.gpus, run.rollout.tensor_parallel, separate=True)
+    layout = plan_layout(
+        run.train.gpus, run.rollout.gpus, run.rollout.tensor_parallel, separate=True, teacher_gpus=teacher_gpus(run)
+    )
     return start_roles(run, inputs, objective, layout, shared=False)

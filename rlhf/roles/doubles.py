@@ -89,7 +89,7 @@ class DoubleTrainer(Trainer):
         self.events.append(Event("train", self.version, experience))
         return Done(self.metrics)
 
-    def evaluate(self, sequences: Sequences, plan: BatchPlan) -> Done[Metrics]:
+    def evaluate(self, sequences: Sequences, plan: BatchPlan, hidden: Any = None) -> Done[Metrics]:
         """The forward KL falls with every optimizer step."""
         assert sorted(plan.samples) == list(range(len(sequences))), "every sample is in the plan once"
         self.events.append(Event("evaluate", self.version, sequences))
@@ -122,6 +122,10 @@ class DoubleScorer(Scorer):
             for sample in minibatch.plan.samples:
                 self.scored[int(sequences.sample_ids[sample])] = int(rows[sample])
         self.events.append(Event("score", None, sequences))
+        return Done(None)
+
+    def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> Done[None]:
+        """The trainer needs none."""
         return Done(None)
 
 

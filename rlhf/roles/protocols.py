@@ -39,7 +39,9 @@ class Trainer(Protocol):
 
     def train(self, experience: Experience) -> Future[Metrics]: ...
 
-    def evaluate(self, sequences: Sequences, plan: BatchPlan) -> Future[Metrics]: ...
+    def evaluate(self, sequences: Sequences, plan: BatchPlan, hidden: Any = None) -> Future[Metrics]:
+        """`hidden`: what the scorer's `hidden_rows` gave for the same sequences and plan."""
+        ...
 
     def buckets(self, dtype: str) -> Iterator[Any]:
         """References to the weights' buckets, in order; what they hold never passes through the caller."""
@@ -53,6 +55,10 @@ class Scorer(Protocol):
 
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> Future[Any]:
         """The future gives `Experience.scores`."""
+        ...
+
+    def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> Future[Any]:
+        """The teacher's whole distributions, for `Trainer.evaluate`; None if the trainer has the teacher itself."""
         ...
 
 

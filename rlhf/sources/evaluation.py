@@ -12,7 +12,7 @@ from rlhf.batching import plan_batch
 from rlhf.config.run import Eval, EvalResponses
 from rlhf.config.train import Train
 from rlhf.data.table import PromptTable
-from rlhf.roles.protocols import Engine, Trainer
+from rlhf.roles.protocols import Engine, Scorer, Trainer
 from rlhf.sources.requests import prompts_of, reference_sequences
 from rlhf.types import Metrics, Sequences
 
@@ -25,6 +25,7 @@ class Evaluator:
     train: Train
     held_out: PromptTable
     trainer: Trainer
+    scorer: Scorer
     engine: Engine
     seed: int
     total_steps: int
@@ -56,7 +57,8 @@ class Evaluator:
             padding_free=self.train.padding_free,
             pad_multiple=self.train.pad_multiple,
         )
-        self.results[step] = self.trainer.evaluate(sequences, plan).result()
+        hidden = self.scorer.hidden_rows(sequences, plan).result()
+        self.results[step] = self.trainer.evaluate(sequences, plan, hidden).result()
         self.report(step, {**self.results[step], "time/eval": time.perf_counter() - started})
 
     def _sequences(self, version: int) -> Sequences:

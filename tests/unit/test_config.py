@@ -45,9 +45,8 @@ REFUSED = {
     "algo=opsd": f"algo=opsd {NOT_YET} algo=gkd",
     "distill=sampled": f"distill=sampled {NOT_YET} distill=topk or distill=fullvocab",
     "distill=none": "algo=gkd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
-    "teacher=standalone": f"teacher=standalone {NOT_YET} teacher=colocated",
     "teacher=self": f"teacher=self {NOT_YET} teacher=colocated",
-    "teacher=none": "algo=gkd needs a teacher, got teacher=none; use teacher=colocated",
+    "teacher=none": "algo=gkd needs a teacher, got teacher=none; use teacher=colocated or teacher=standalone",
     "rollout=none": f"rollout=none {NOT_YET} rollout=vllm",
     "reward=functions": f"reward=functions {NOT_YET} reward=none with algo=gkd",
 }

@@ -58,6 +58,7 @@ class Bench:
             train=self.train,
             held_out=table_of(self.eval.samples, first=50),
             trainer=self.trainer,
+            scorer=self.scorer,
             engine=self.engine,
             seed=self.seed,
             total_steps=self.steps,

@@ -21,3 +21,5 @@ class TrainerSetup:
     steps: int
     """Optimizer steps of the whole run, which the learning rate falls over."""
     seed: int
+    teacher_head: Path | None = None
+    """A standalone teacher of which only the LM head is here, for the hidden rows it sends; None if none come."""

@@ -10,7 +10,7 @@ import functools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from rlhf.algos.objective import RowBatch, Totals
 from rlhf.backends.channel import Pushed, WeightChannel
 from rlhf.backends.megatron import optimizer, weights
 from rlhf.backends.megatron.device import megatron_device
-from rlhf.backends.megatron.model import architecture_of, forward, load_model, select_rows
+from rlhf.backends.megatron.model import architecture_of, forward, load_head, load_model, select_rows
 from rlhf.backends.megatron.partition import Partition
 from rlhf.backends.megatron.setup import TrainerSetup
+from rlhf.backends.scores import PackedScores
 from rlhf.backends.weight_sync import to_send
 from rlhf.batching import MicroBatch, pack
 from rlhf.errors import MisalignedScores, TrainingDiverged
@@ -78,13 +79,17 @@ class MegatronTrainer:
         if setup.teacher is not None:
             self.teacher = load_model(setup.teacher, dtype, partition)
             self.teacher.module.requires_grad_(False).eval()
+        lone = None if setup.teacher_head is None else load_head(setup.teacher_head, dtype, partition)
+        self.head_of_teacher = self.teacher or lone
+        """Puts the teacher's LM head on hidden rows; None where none are kept."""
         self.ddp, self.optimizer, self.schedule = optimizer.wrap(self.student.module, setup.train, setup.steps)
 
     def _partition(self) -> Partition:
         """This process's part of student and teacher."""
         from megatron.core import parallel_state
 
-        train, folders = self.setup.train, (self.setup.student, self.setup.teacher)
+        train, setup = self.setup.train, self.setup
+        folders = (setup.student, setup.teacher, setup.teacher_head)
         if train.tensor_parallel == 1:
             return weights.WHOLE
         return Partition(
@@ -110,24 +115,40 @@ class MegatronTrainer:
                     self._scores[sample_id] = scores[start : start + count]
                     start += count
 
-    def _joined_scores(self, micro: MicroBatch) -> Any:
+    def _joined_scores(self, micro: MicroBatch, held: Mapping[int, Any]) -> Any:
         """The scores of a micro-batch's rows, in its order."""
         parts = []
         for sample_id, count in zip(micro.sample_ids, micro.row_counts, strict=True):
-            scores = self._scores.get(sample_id)
+            scores = held.get(sample_id)
             if scores is None or len(scores) != count:
-                held = "none" if scores is None else f"{len(scores)} rows"
-                raise MisalignedScores(f"sample {sample_id} needs {count} rows of teacher scores, there are {held}")
+                there = "none" if scores is None else f"{len(scores)} rows"
+                raise MisalignedScores(f"sample {sample_id} needs {count} rows of teacher scores, there are {there}")
             parts.append(scores)
         return type(parts[0]).concat(parts)
+
+    def _unpacked(self, packed: Sequence[PackedScores], sequences: Sequences) -> dict[int, Any]:
+        """Sample id -> scores that came from a standalone teacher; see `PackedScores.by_sample`."""
+        device = torch.cuda.current_device()
+        return dict(sample for part in packed for sample in part.by_sample(sequences, device))
+
+    @property
+    def data_parallel_rank(self) -> int:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_rank()
 
     # ---- student ----------------------------------------------------------------------------------------------------
 
     @on_device
-    def train(self, experience: Experience) -> Metrics:
-        """One optimizer step a minibatch. Returns metrics averaged over the response tokens of all of them."""
+    def train(self, experience: Experience, scores: Sequence[PackedScores] = ()) -> Metrics:
+        """One optimizer step a minibatch. Returns metrics averaged over the response tokens of all of them.
+
+        Args:
+            scores: a standalone teacher's, of this rank's samples.
+        """
         totals, grad_norms, lr = Totals(), [], 0.0
         started = time.perf_counter()
+        self._scores |= self._unpacked(scores, experience.sequences)
         self._take_back()
         self.ddp.train()
         for minibatch in experience.minibatches:
@@ -181,9 +202,9 @@ class MegatronTrainer:
                 if sequences.logprobs is None
                 else torch.from_numpy(sequences.logprobs[micro.response_index]).to(rows.device),
             )
-            teacher_head = self.teacher.head if self.teacher is not None else None
+            teacher_head = self.head_of_teacher.head if self.head_of_teacher is not None else None
             loss, totals = self.setup.objective.loss(
-                self.student.head(rows), self._joined_scores(micro), batch, teacher_head
+                self.student.head(rows), self._joined_scores(micro, self._scores), batch, teacher_head
             )
             return loss, torch.tensor(len(micro.rows), dtype=torch.int), totals
 
@@ -211,25 +232,29 @@ class MegatronTrainer:
 
     def _micro_batches(self, sequences: Sequences, plan: BatchPlan) -> list[MicroBatch]:
         """This rank's share of the plan, laid out."""
-        from megatron.core import parallel_state
-
         return [
             pack(sequences, micro, padding_free=plan.padding_free, pad_multiple=plan.pad_multiple)
-            for micro in plan.ranks[parallel_state.get_data_parallel_rank()]
+            for micro in plan.ranks[self.data_parallel_rank]
         ]
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
     @on_device
     @torch.no_grad()
-    def evaluate(self, sequences: Sequences, plan: BatchPlan) -> Metrics:
-        """Full-vocabulary forward KL(T||S) and reverse KL(S||T) at temperature 1, in nats a response token."""
-        assert self.teacher is not None
+    def evaluate(self, sequences: Sequences, plan: BatchPlan, hidden: Sequence[PackedScores] = ()) -> Metrics:
+        """Full-vocabulary forward KL(T||S) and reverse KL(S||T) at temperature 1, in nats a response token.
+
+        Args:
+            hidden: a standalone teacher's hidden rows, of this rank's samples.
+        """
+        assert self.head_of_teacher is not None
+        held = self._unpacked(hidden, sequences)
         self.ddp.eval()
         totals = Totals()
         for micro in self._micro_batches(sequences, plan):
             student = self.student.head(select_rows(forward(self.ddp, micro), micro))
-            forward_kl, reverse_kl = forward_and_reverse_kl(student, self.teacher.head(self.teacher.hidden_rows(micro)))
+            rows = self.teacher.hidden_rows(micro) if self.teacher else self._joined_scores(micro, held).hidden
+            forward_kl, reverse_kl = forward_and_reverse_kl(student, self.head_of_teacher.head(rows))
             sums = {
                 "eval/forward_kl": float(forward_kl.double().sum()),
                 "eval/reverse_kl": float(reverse_kl.double().sum()),
