@@ -32,7 +32,7 @@ def response_rows(length: int, prompt_length: int) -> Int64[np.ndarray, " r"]:
 # ---- planning -------------------------------------------------------------------------------------------------------
 
 
-def _spread(lengths: Sequence[int], rows: Sequence[int], bins: int) -> list[list[int]]:
+def spread(lengths: Sequence[int], rows: Sequence[int], bins: int) -> list[list[int]]:
     """Longest first, each into the bin with the fewest tokens, then the fewest rows: balanced, deterministic."""
     filled: list[list[int]] = [[] for _ in range(bins)]
     tokens = [0] * bins
@@ -82,7 +82,7 @@ def plan_batch(
         )
     ranks = tuple(
         _cut(padded, rows, micro_batch_tokens, padding_free)
-        for rows in _spread(padded, range(len(padded)), data_parallel)
+        for rows in spread(padded, range(len(padded)), data_parallel)
     )
     return BatchPlan(ranks=ranks, padding_free=padding_free, pad_multiple=pad_multiple)
 
@@ -92,7 +92,7 @@ def _cut(
 ) -> tuple[MicroBatchPlan, ...]:
     """One rank's rows in as few micro-batches as the budget allows; one row each always fits."""
     for count in range(1, len(rows) + 1):
-        parts = _spread(padded, rows, count)
+        parts = spread(padded, rows, count)
         tokens = [_micro_tokens(padded, part, padding_free) for part in parts]
         if max(tokens) <= micro_batch_tokens:
             return tuple(MicroBatchPlan(tuple(part), size) for part, size in zip(parts, tokens, strict=True))

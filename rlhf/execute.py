@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatches
 from rlhf.checkpoint import BEST, Checkpoints
 from rlhf.config.distill import FullVocab, TopK
+from rlhf.config.placement import Separate
 from rlhf.config.run import Run
 from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import DType
@@ -48,7 +49,7 @@ from rlhf.training_state import CHECKPOINTS, plain
 from rlhf.types import Metrics
 
 if TYPE_CHECKING:
-    from rlhf.placements.colocate import Roles
+    from rlhf.placements.roles import Roles
 
 
 def execute(run: Run, config: Any, sweep: bool = False) -> float | None:
@@ -169,7 +170,10 @@ def shut_down(roles: Roles, checkpoints: Checkpoints) -> None:
 
 def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles:
     """Ray and every role, ready."""
-    from rlhf.placements.colocate import start
+    if isinstance(run.placement, Separate):
+        from rlhf.placements.separate import start
+    else:
+        from rlhf.placements.colocate import start
 
     log.phase("start")
     if run.logger.console:
@@ -200,6 +204,7 @@ def build_source(
         train=run.train,
         held_out=inputs.dataset.held_out,
         trainer=roles.trainer,
+        scorer=roles.scorer,
         engine=roles.engine,
         seed=run.run.seed,
         total_steps=inputs.steps,
@@ -208,6 +213,7 @@ def build_source(
     return source_of(
         run,
         roles.engine,
+        roles.background,
         trainer=roles.trainer,
         scorer=roles.scorer,
         evaluator=evaluator,
@@ -294,6 +300,8 @@ def largest_gap(run: Run) -> float:
         return math.inf
     if run.engine.logprob_gap_warning is not None:
         return run.engine.logprob_gap_warning
+    if run.placement.max_staleness:
+        return math.inf  # the trainer's weights are newer than the sampler's: a gap is expected
     exact = run.engine.dtype is DType.float32 and run.train.dtype is DType.float32
     return 1e-3 if exact else 0.1
 

@@ -9,6 +9,7 @@ import psutil
 from rlhf.backends.megatron.architecture import Architecture
 from rlhf.config.cluster import Device
 from rlhf.config.run import Run
+from rlhf.config.teacher import StandaloneTeacher
 from rlhf.config.train import DType
 from rlhf.errors import ConfigError
 
@@ -24,25 +25,46 @@ def check_memory(run: Run, architecture: Architecture) -> None:
         ConfigError: naming the key and a value that works.
     """
     engine = run.engine
-    if engine is None:
-        return
-    longest = run.data.max_length + engine.max_new_tokens
-    blocks = math.ceil(longest / BLOCK_TOKENS) + 1
-    least = blocks * BLOCK_TOKENS * cache_bytes_per_token(architecture, engine.dtype) / GIB
-    if engine.kv_cache_gb < least:
-        raise ConfigError(
-            f"rollout.kv_cache_gb={engine.kv_cache_gb:g} can't hold one sample of {longest} tokens; use at least "
-            f"{math.ceil(least * 1000) / 1000:g}"
-        )
+    if engine is not None:
+        longest = run.data.max_length + engine.max_new_tokens
+        check_cache("rollout.kv_cache_gb", engine.kv_cache_gb, longest, architecture, engine.dtype)
     if run.cluster.device is not Device.cpu or run.cluster.address is not None:
         return  # other memory, or another machine's
-    asked = engine.kv_cache_gb * engine.gpus + run.cluster.object_store_gb
+    asked, keys = run.cluster.object_store_gb, [f"cluster.object_store_gb={run.cluster.object_store_gb:g}"]
+    if engine is not None:
+        asked += engine.kv_cache_gb * engine.gpus
+        keys.insert(0, f"rollout.kv_cache_gb={engine.kv_cache_gb:g}")
+    if isinstance(run.teacher, StandaloneTeacher):
+        asked += run.teacher.engine.kv_cache_gb * run.teacher.gpus
+        keys.insert(0, f"teacher.engine.kv_cache_gb={run.teacher.engine.kv_cache_gb:g}")
     available = psutil.virtual_memory().available / GIB
     if asked > available:
         raise ConfigError(
-            f"rollout.kv_cache_gb={engine.kv_cache_gb:g} and cluster.object_store_gb="
-            f"{run.cluster.object_store_gb:g} need more than the {available:.1f} GiB of free memory here; lower them"
+            f"{' and '.join(keys)} need more than the {available:.1f} GiB of free memory here; lower them"
         )
+
+
+def check_cache(key: str, size_gb: float, longest: int, architecture: Architecture, dtype: DType) -> None:
+    """Refuse a key-value cache that can't hold one sample of `longest` tokens.
+
+    Raises:
+        ConfigError: naming the key and a value that works.
+    """
+    blocks = math.ceil(longest / BLOCK_TOKENS) + 1
+    least = blocks * BLOCK_TOKENS * cache_bytes_per_token(architecture, dtype) / GIB
+    if size_gb < least:
+        raise ConfigError(
+            f"{key}={size_gb:g} can't hold one sample of {longest} tokens; use at least "
+            f"{math.ceil(least * 1000) / 1000:g}"
+        )
+
+
+def longest_sample(run: Run) -> int:
+    """Tokens of the longest sequence that a teacher is asked about."""
+    responses = list(run.response_limits.values())
+    if run.reads_reference_responses:
+        responses.append(run.eval.max_response_tokens)
+    return max(run.data.max_length, run.data.teacher_length) + max(responses)
 
 
 def cache_bytes_per_token(architecture: Architecture, dtype: DType) -> int:

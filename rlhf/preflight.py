@@ -16,11 +16,11 @@ from rlhf.config.checks import check_schedule
 from rlhf.config.cluster import Device
 from rlhf.config.distill import TopK
 from rlhf.config.run import MOST_STEPS, Run
-from rlhf.config.teacher import ColocatedTeacher, SelfTeacher
+from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher
 from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import Needs
 from rlhf.errors import ConfigError, ModelError
-from rlhf.memory import check_memory
+from rlhf.memory import check_cache, check_memory, longest_sample
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM's CPU attention (0.32); the driver can't ask it without importing vLLM."""
@@ -51,16 +51,13 @@ def check_inputs(run: Run) -> Inputs:
     own = teachers_prompts(run) if isinstance(run.teacher, SelfTeacher) else {}
     _check_lengths(run, architecture, name, {**students_prompts(run), **own})
     _check_divisible(run, architecture, name)
-    if run.engine is not None and run.cluster.device is Device.cpu and architecture.head_dim not in CPU_HEAD_DIMS:
-        raise ModelError(
-            f"{name} has head_dim={architecture.head_dim}; vLLM on CPU attends with "
-            f"{', '.join(map(str, CPU_HEAD_DIMS))} only"
-        )
+    if run.engine is not None:
+        _check_head_dim(run, architecture, name)
     check_memory(run, architecture)
     tokenizer = tokenizers.load_tokenizer(student)
     tokenizers.check_vocabulary(tokenizer, architecture.vocab, name)
     teacher = None
-    if isinstance(run.teacher, ColocatedTeacher):
+    if isinstance(run.teacher, ColocatedTeacher | StandaloneTeacher):
         teacher = _check_teacher(run, student, architecture, tokenizer)
     stop_token_ids = tokenizers.stop_token_ids(student, tokenizer, architecture.vocab)
     if not stop_token_ids:
@@ -135,7 +132,12 @@ def _check_teacher(run: Run, student: Path, architecture: Architecture, tokenize
     folder = assets.resolve(run.teacher.model, key="teacher.model")
     teacher = check_checkpoint(folder, name)
     _check_lengths(run, teacher, name, {**students_prompts(run), **teachers_prompts(run)})
-    _check_divisible(run, teacher, name)
+    if isinstance(run.teacher, StandaloneTeacher):
+        _check_head_dim(run, teacher, name)
+        engine = run.teacher.engine
+        check_cache("teacher.engine.kv_cache_gb", engine.kv_cache_gb, longest_sample(run), teacher, engine.dtype)
+    else:
+        _check_divisible(run, teacher, name)
     try:
         tokenizers.check_same_tokens(student, folder)
     except ModelError as error:
@@ -170,6 +172,15 @@ def _check_divisible(run: Run, architecture: Architecture, name: str) -> None:
                 f"{name} has {field}={number}, which train.tensor_parallel={ranks} doesn't divide; use a "
                 "train.tensor_parallel that does, e.g. 1"
             )
+
+
+def _check_head_dim(run: Run, architecture: Architecture, name: str) -> None:
+    """vLLM can run the model."""
+    if run.cluster.device is Device.cpu and architecture.head_dim not in CPU_HEAD_DIMS:
+        raise ModelError(
+            f"{name} has head_dim={architecture.head_dim}; vLLM on CPU attends with "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))} only"
+        )
 
 
 def _check_lengths(run: Run, architecture: Architecture, name: str, prompts: dict[str, int]) -> None:

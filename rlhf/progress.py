@@ -58,12 +58,12 @@ class Progress:
         return time.perf_counter() - self.started
 
     def state(self, step: int) -> TrainingState:
-        """After `step`, before the source draws rows for the next one."""
+        """After `step`, whatever the source has drawn for later ones."""
         evaluator = self.source.evaluator
         return TrainingState(
             step=step,
             version=self.source.trainer.version,
-            cursor=self.source.cursor.state_dict(),
+            cursor=self.source.position,
             data=self.data,
             evaluations=evaluator.results,
             samples={number: tokens.tolist() for number, tokens in evaluator.samples.items()},
@@ -79,6 +79,7 @@ class Progress:
         """Every part as it was. The engine needs nothing: it gets all weights before it generates."""
         self.log.phase("resume")
         self.source.cursor.load_state_dict(state.cursor)
+        self.source.position = state.cursor
         self.source.done = state.step
         self.source.evaluator.results |= state.evaluations
         self.source.evaluator.samples |= {

@@ -160,6 +160,8 @@ class Experience:
     """The weight version that generated the responses."""
     sequences: Sequences
     minibatches: tuple[MiniBatch, ...]
+    scores: Any = None
+    """What the scorer answered, for the trainer: references by data-parallel rank; None if the trainer has them."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the source measured: seconds by phase, response lengths, ..."""
 
@@ -172,7 +174,8 @@ class Bucket:
     """How many optimizer steps made these weights."""
     names: tuple[str, ...]
     arrays: tuple[Any, ...]
-    """Host copies as numpy arrays (bfloat16, which numpy lacks, as uint16 bits), or, between processes that share a
-    GPU, `SharedTensor`s: then nothing is copied, and the trainer must not change its weights before they are loaded."""
+    """Host copies as numpy arrays (bfloat16, which numpy lacks, as uint16 bits); between processes that share a GPU
+    `SharedTensor`s: then nothing is copied, and the trainer must not change its weights before they are loaded; or
+    `Pushed`: their shapes, while the weights themselves come over a collective."""
     dtypes: tuple[str, ...]
     """The true number format of each array."""

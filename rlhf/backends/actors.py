@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,10 @@ class TrainerActor:
         self.setup = setup
         self.rank = rank
         self.store: Any = None
+        self.channel: Any = None
 
     def open_store(self) -> tuple[str, int]:
-        """On rank 0: the store through which the ranks find each other -> its host and port.
+        """On rank 0: the store through which the ranks, and the ends of a channel, find each other -> host and port.
 
         It is open from here on, so no other process can have taken the port when the others come.
         """
@@ -41,32 +43,44 @@ class TrainerActor:
         self.store = TCPStore(host, 0, self.setup.train.gpus, is_master=True, wait_for_workers=False)
         return host, self.store.port
 
-    def ready(self, address: tuple[str, int] | None) -> None:
+    def ready(self, address: tuple[str, int]) -> None:
         """Load the models. Not in `__init__`: an actor that fails there dies, and its reason is lost in Ray's words.
 
         Args:
-            address: of rank 0's store; None for a single rank.
+            address: of rank 0's store.
         """
         from torch.distributed import TCPStore
 
         from rlhf.backends.megatron.trainer import MegatronTrainer
 
-        if address is not None and self.store is None:
+        if self.store is None:
             self.store = TCPStore(*address, self.setup.train.gpus, is_master=False)
         self.trainer = MegatronTrainer(self.setup, self.rank, self.store)
 
+    def open_channel(self, size: int) -> None:
+        """On rank 0: push weights from here on, to `size - 1` engine replicas."""
+        from rlhf.backends.channel import TRAINER, WeightChannel
+
+        self.channel = WeightChannel(self.store, TRAINER, size)
+
     def train(self, experience: Experience) -> Metrics:
-        return self.trainer.train(experience)
+        return self.trainer.train(experience, self._fetched(experience.scores))
 
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> None:
         self.trainer.score(sequences, minibatches)
 
-    def evaluate(self, sequences: Sequences, plan: BatchPlan, teacher: tuple[Sequences, BatchPlan] | None) -> Metrics:
-        return self.trainer.evaluate(sequences, plan, teacher)
+    def evaluate(
+        self, sequences: Sequences, plan: BatchPlan, teacher: tuple[Sequences, BatchPlan] | None, hidden: Any
+    ) -> Metrics:
+        return self.trainer.evaluate(sequences, plan, teacher, self._fetched(hidden))
+
+    def _fetched(self, references: Any) -> list[Any]:
+        """A standalone teacher's scores of this rank's samples."""
+        return [] if references is None else ray.get(references[self.trainer.data_parallel_rank])
 
     @ray.method(num_returns="streaming", _generator_backpressure_num_objects=IN_FLIGHT)
     def buckets(self, dtype: str) -> Iterator[Any]:
-        yield from self.trainer.buckets(dtype, BUCKET_BYTES)
+        yield from self.trainer.buckets(dtype, BUCKET_BYTES, self.channel)
 
     def take_part_in_export(self) -> None:
         self.trainer.take_part_in_export()
@@ -92,6 +106,14 @@ class EngineActor:
         from rlhf.backends.vllm.engine import VllmEngine
 
         self.engine = VllmEngine(self.setup)
+
+    def join_channel(self, address: tuple[str, int], rank: int, size: int) -> None:
+        """Take weights from the trainer's channel, whose store is at `address`."""
+        from torch.distributed import TCPStore
+
+        from rlhf.backends.channel import WeightChannel
+
+        self.engine.channel = WeightChannel(TCPStore(*address, size, is_master=False), rank, size)
 
     def begin_update(self) -> None:
         self.engine.begin_update()
@@ -139,12 +161,14 @@ class RayTrainer:
         self.tensor_parallel = setup.train.tensor_parallel
         self.data_parallel = setup.train.data_parallel
         self.version = 0
+        self.in_order = threading.Lock()
+        """Ranks meet in collectives: all of them must get the calls of two threads in the same order."""
         self.ranks = [
             cluster.start(name, TrainerActor, setup, rank, bundle=bundle, share=share, environment=TRAINER_ENVIRONMENT)
             for rank, (name, bundle) in enumerate(zip(names("trainer", "rank", len(bundles)), bundles, strict=True))
         ]
-        address = self.ranks[0].call("open_store").reference if len(self.ranks) > 1 else None
-        self.starting = [rank.call("ready", address) for rank in self.ranks]
+        self.address = self.ranks[0].call("open_store").reference
+        self.starting = [rank.call("ready", self.address) for rank in self.ranks]
 
     def ready(self, timeout_s: float) -> None:
         """Wait until the models are loaded."""
@@ -157,10 +181,18 @@ class RayTrainer:
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> RayFuture[None]:
         return self._all("score", sequences, minibatches)
 
+    def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> RayFuture[None]:
+        """Nothing: the teacher is where they are needed."""
+        return RayFuture([], lambda results: None)
+
     def evaluate(
-        self, sequences: Sequences, plan: BatchPlan, teacher: tuple[Sequences, BatchPlan] | None = None
+        self,
+        sequences: Sequences,
+        plan: BatchPlan,
+        teacher: tuple[Sequences, BatchPlan] | None = None,
+        hidden: Any = None,
     ) -> RayFuture[Metrics]:
-        return self._all("evaluate", sequences, plan, teacher)
+        return self._all("evaluate", sequences, plan, teacher, hidden)
 
     def buckets(self, dtype: str) -> Iterator[Any]:
         """Rank 0 makes them, with the help of the ranks that share its model."""
@@ -181,7 +213,8 @@ class RayTrainer:
     def _all(self, method: str, *args: Any) -> RayFuture[Any]:
         """Call every rank with the same arguments, stored once; rank 0 answers for all."""
         shared = [ray.put(arg) for arg in args]
-        calls = [rank.call(method, *shared) for rank in self.ranks]
+        with self.in_order:
+            calls = [rank.call(method, *shared) for rank in self.ranks]
         return RayFuture(calls, lambda results: results[0])
 
 
@@ -220,6 +253,14 @@ class RayEngine:
         busy = zip(self.replicas, shares, strict=False)  # a single prompt needs a single replica
         calls = [replica.call("generate", share, version, greedy) for replica, share in busy]
         return RayFuture(calls, merge)
+
+    def connect(self, trainer: RayTrainer, timeout_s: float) -> None:
+        """From here on weights are pushed: the buckets that the trainer hands over only say what comes."""
+        size = len(self.replicas) + 1
+        calls = [trainer.ranks[0].call("open_channel", size)]
+        for rank, replica in enumerate(self.replicas, start=1):
+            calls.append(replica.call("join_channel", trainer.address, rank, size))
+        wait_for(calls, timeout_s)
 
     def sleep(self) -> RayFuture[None]:
         return RayFuture(self._all("sleep"), lambda results: None)

@@ -228,13 +228,14 @@ class RayCluster:
         total = ray.cluster_resources().get(self.resource, 0)
         if total < bundles and self.spec.device is Device.cuda:
             raise ClusterError(
-                f"the run needs {bundles} GPU(s), the Ray cluster has {total:g}; lower train.gpus and rollout.gpus, or "
-                "use cluster.device=cpu"
+                f"the run needs {bundles} GPU(s), the Ray cluster has {total:g}; lower train.gpus, rollout.gpus or "
+                "teacher.gpus, or use cluster.device=cpu"
             )
         if total < bundles:
             raise ClusterError(
                 f"the run needs {bundles} device(s), the Ray cluster has {total:g} of resource '{SLOT}'; start its "
-                f"nodes with `{self._resources(bundles).strip()}` or lower train.gpus and rollout.gpus"
+                f"nodes with `{self._resources(bundles).strip()}` or lower train.gpus, rollout.gpus or "
+                "teacher.gpus"
             )
         group = placement_group([{self.resource: 1.0}] * bundles, strategy="PACK")
         if not group.wait(self.spec.start_timeout_s):
@@ -264,11 +265,15 @@ class RayCluster:
         self.processes.append(process)
         return process
 
-    def close(self) -> None:
-        """Give the devices back; end Ray if this run started it."""
+    def release(self) -> None:
+        """Give the devices back, which ends the processes on them, and whoever waits for one of their answers fails."""
         if self.group is not None:
             remove_placement_group(self.group)
             self.group = None
+
+    def close(self) -> None:
+        """Give the devices back; end Ray if this run started it."""
+        self.release()
         if self.started:
             helpers = raylet_processes()
             ray.shutdown()

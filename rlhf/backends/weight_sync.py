@@ -1,5 +1,5 @@
 """How weights travel from a trainer to an engine: as host copies through Ray's object store, or, on a GPU that both
-share, as handles of the trainer's own memory (CUDA IPC)."""
+share, as handles of the trainer's own memory (CUDA IPC). Between devices of their own: `channel.py`."""
 
 from __future__ import annotations
 

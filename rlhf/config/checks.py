@@ -9,7 +9,7 @@ from rlhf.config.base import not_yet, refuse_unused, require
 from rlhf.config.cluster import Device
 from rlhf.config.data import FileData, HubData, OnBadRow, RowsData
 from rlhf.config.distill import NoDistill
-from rlhf.config.placement import Colocate
+from rlhf.config.placement import Colocate, Separate
 from rlhf.config.reward import NoReward
 from rlhf.config.rollout import NoRollout
 from rlhf.config.run import EvalResponses
@@ -30,7 +30,7 @@ def check(run: Run) -> None:
         algo = "algo=opsd" if isinstance(run.algo, OPSD) else "algo=gkd"
         require(
             not isinstance(run.teacher, NoTeacher),
-            f"{algo} needs a teacher, got teacher=none; use teacher=colocated",
+            f"{algo} needs a teacher, got teacher=none; use teacher=colocated or teacher=standalone",
         )
         require(
             not isinstance(run.distill, NoDistill),
@@ -45,9 +45,9 @@ def check(run: Run) -> None:
         why = "with cluster.device=cpu, where device and host memory are one"
         refuse_unused(run.teacher, "teacher", ("offload",), why, "use cluster.device=cuda")
     require(
-        run.engine is None or run.train.gpus == run.engine.gpus,
+        isinstance(run.placement, Separate) or run.engine is None or run.train.gpus == run.engine.gpus,
         f"placement=colocate shares one set of devices: train.gpus={run.train.gpus} and "
-        f"rollout.gpus={getattr(run.rollout, 'gpus', None)} must be equal",
+        f"rollout.gpus={getattr(run.rollout, 'gpus', None)} must be equal; make them so, or use placement=separate",
     )
     require(
         run.eval.samples == 0 or run.eval.samples >= run.train.data_parallel,

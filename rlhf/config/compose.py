@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -78,8 +79,15 @@ def _section(name: str, config: DictConfig) -> Any:
             options = ", ".join(f"{name}={option}" for option in GROUPS[name])
             raise ConfigError(f"{name} must be an option of its group; choose one of {options}")
         raise ConfigError(f"{name} must be a section; set its keys one by one, {name}.KEY=VALUE")
-    known = {field.name for field in dataclasses.fields(spec)} | {"_target_"}
-    for key in map(str, section):
-        if key not in known:
-            raise ConfigError(unknown_key(f"{name}.{key}", config))
+    _refuse_unknown_keys(name, section, spec, config)
     return instantiate(section, _convert_="object")
+
+
+def _refuse_unknown_keys(name: str, section: DictConfig, spec: type, config: DictConfig) -> None:
+    """Also those of a section inside this one."""
+    types = typing.get_type_hints(spec)
+    for key in map(str, section):
+        if key != "_target_" and key not in types:
+            raise ConfigError(unknown_key(f"{name}.{key}", config))
+        if dataclasses.is_dataclass(types.get(key)):
+            _refuse_unknown_keys(f"{name}.{key}", section[key], types[key], config)

@@ -32,6 +32,7 @@ REWRITES = [
     (r"Cannot convert '(list|ListConfig)' to string.*", "takes one value, not a list"),
     (r"Cannot convert '(dict|DictConfig)' to string.*", "takes one value, not a mapping"),
     (r"field '.*' is not Optional", "null is not allowed"),
+    (r"Invalid type assigned: \w+ is not a subclass of .*", "a section; set its keys one by one"),
     (r".*Merge error: .* is not a subclass of .*", r"a group takes the name of one option (see --help), got several"),
 ]
 """Hydra's words -> ours, for what it doesn't say well enough."""

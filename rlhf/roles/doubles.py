@@ -54,7 +54,7 @@ class DoubleTrainer(Trainer):
 
     events: list[Event] = field(default_factory=list)
     scored: dict[int, int] = field(default_factory=dict)
-    """Sample id -> response rows the teacher has scored; shared with the scorer, emptied by `train`."""
+    """Sample id -> response rows the teacher has scored; shared with the scorer, until they are trained on."""
     data_parallel: int = 1
     version: int = 0
     metrics: Metrics = field(default_factory=lambda: {"train/loss": 1.0, "time/train": 0.25})
@@ -84,12 +84,17 @@ class DoubleTrainer(Trainer):
                     )
         assert trained == set(range(len(sequences))), "every sample is in a plan"
         self.version += len(experience.minibatches)
-        self.scored.clear()
+        for sample_id in sequences.sample_ids:
+            self.scored.pop(int(sample_id), None)
         self.events.append(Event("train", self.version, experience))
         return Done(self.metrics)
 
     def evaluate(
-        self, sequences: Sequences, plan: BatchPlan, teacher: tuple[Sequences, BatchPlan] | None = None
+        self,
+        sequences: Sequences,
+        plan: BatchPlan,
+        teacher: tuple[Sequences, BatchPlan] | None = None,
+        hidden: Any = None,
     ) -> Done[Metrics]:
         """The forward KL falls with every optimizer step."""
         assert sorted(plan.samples) == list(range(len(sequences))), "every sample is in the plan once"
@@ -134,6 +139,10 @@ class DoubleScorer(Scorer):
             for sample in minibatch.plan.samples:
                 self.scored[int(sequences.sample_ids[sample])] = int(rows[sample])
         self.events.append(Event("score", None, sequences))
+        return Done(None)
+
+    def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> Done[None]:
+        """The trainer needs none."""
         return Done(None)
 
 

@@ -40,10 +40,19 @@ class Trainer(Protocol):
     def train(self, experience: Experience) -> Future[Metrics]: ...
 
     def evaluate(
-        self, sequences: Sequences, plan: BatchPlan, teacher: tuple[Sequences, BatchPlan] | None = None
+        self,
+        sequences: Sequences,
+        plan: BatchPlan,
+        teacher: tuple[Sequences, BatchPlan] | None = None,
+        hidden: Any = None,
     ) -> Future[Metrics]:
-        """Held-out divergences. `teacher`: the same responses as the teacher reads them, on the same ranks; None: it
-        reads what the student reads."""
+        """Held-out divergences.
+
+        Args:
+            teacher: the same responses as the teacher reads them, on the same ranks; None: it reads what the student
+                reads.
+            hidden: what the scorer's `hidden_rows` gave for what the teacher reads.
+        """
         ...
 
     def buckets(self, dtype: str) -> Iterator[Any]:
@@ -63,11 +72,15 @@ class Trainer(Protocol):
 
 
 class Scorer(Protocol):
-    """The teacher. Scores stay where they are used, keyed by sample id."""
+    """The teacher. Scores stay where they are used, or go there without passing through the caller."""
 
-    def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> Future[None]:
+    def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> Future[Any]:
         """Ask about every response token. The prompts are the teacher's, and so are the plans' micro-batches; samples,
-        responses and ranks are those that the trainer gets."""
+        responses and ranks are those that the trainer gets. The future gives `Experience.scores`."""
+        ...
+
+    def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> Future[Any]:
+        """The teacher's whole distributions, for `Trainer.evaluate`; None if the trainer has the teacher itself."""
         ...
 
 

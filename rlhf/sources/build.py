@@ -6,18 +6,21 @@ from typing import Any
 
 from rlhf.config.run import Run
 from rlhf.roles.protocols import Engine
+from rlhf.sources.ahead import AheadSource, Background
 from rlhf.sources.dataset import DatasetSource
 from rlhf.sources.live import LiveSource
 from rlhf.sources.mixed import MixedSource
 from rlhf.sources.steps import StepSource
 
 
-def source_of(run: Run, engine: Engine | None, **fields: Any) -> StepSource:
+def source_of(run: Run, engine: Engine | None, background: Background, **fields: Any) -> StepSource:
     """The source, with the fields that every one has."""
     longest = run.data.max_response_length
     if run.engine is None:
         return DatasetSource(max_response_tokens=longest, **fields)
     assert engine is not None, "a placement starts the engine that the configuration has"
+    if run.placement.max_staleness:
+        return AheadSource(engine=engine, rollout=run.engine, background=background, **fields)
     if run.lmbda == 1:
         return LiveSource(engine=engine, rollout=run.engine, **fields)
     return MixedSource(engine=engine, rollout=run.engine, lmbda=run.lmbda, max_response_tokens=longest, **fields)

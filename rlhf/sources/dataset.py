@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf.data.cursor import Draw
 from rlhf.data.table import PromptTable
 from rlhf.sources.requests import reference_sequences
-from rlhf.sources.steps import StepSource, describe
+from rlhf.sources.steps import Batch, StepSource, Timed, describe
 from rlhf.types import Metrics, Rollouts
 
 
@@ -21,12 +20,12 @@ class DatasetSource(StepSource):
     max_response_tokens: int
     """Longer responses are cut."""
 
-    def weights(self, step: int, seconds: Metrics) -> int:
+    def weights(self, step: int, timed: Timed) -> int:
         """Nobody but the trainer has them."""
         return self.trainer.version
 
-    def responses(self, step: int, draw: Draw, version: int, seconds: Metrics) -> tuple[Rollouts, Metrics]:
-        return reference_rollouts(draw.table, self.max_response_tokens, step, version)
+    def responses(self, batch: Batch, version: int, timed: Timed) -> tuple[Rollouts, Metrics]:
+        return reference_rollouts(batch.draw.table, self.max_response_tokens, batch.step, version)
 
 
 def reference_rollouts(

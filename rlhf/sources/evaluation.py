@@ -12,7 +12,7 @@ from rlhf.batching import plan_batch, plan_on_ranks
 from rlhf.config.run import Eval, EvalResponses
 from rlhf.config.train import Train
 from rlhf.data.table import PromptTable
-from rlhf.roles.protocols import Engine, Trainer
+from rlhf.roles.protocols import Engine, Scorer, Trainer
 from rlhf.sources.privileged import privileged_sequences
 from rlhf.sources.requests import prompts_of, reference_sequences
 from rlhf.types import Metrics, Sequences
@@ -31,6 +31,7 @@ class Evaluator:
     train: Train
     held_out: PromptTable
     trainer: Trainer
+    scorer: Scorer
     engine: Engine | None
     """None: no sample completions, and reference responses only."""
     seed: int
@@ -68,7 +69,8 @@ class Evaluator:
         teacher = None
         if privileged is not None:
             teacher = (privileged, plan_on_ranks(plan, privileged.lengths, self.train.micro_batch_tokens))
-        self.results[step] = self.trainer.evaluate(sequences, plan, teacher).result()
+        hidden = self.scorer.hidden_rows(*(teacher or (sequences, plan))).result()
+        self.results[step] = self.trainer.evaluate(sequences, plan, teacher, hidden).result()
         self.report(step, {**self.results[step], "time/eval": time.perf_counter() - started})
 
     def _sequences(self, version: int) -> Sequences:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf.config.rollout import VllmRollout
-from rlhf.data.cursor import Draw
 from rlhf.roles.protocols import Engine
 from rlhf.sources.requests import prompts_of
-from rlhf.sources.steps import StepSource, describe
+from rlhf.sources.steps import Batch, StepSource, Timed, describe
 from rlhf.types import Metrics, Rollouts
 
 
@@ -23,16 +22,18 @@ class LiveSource(StepSource):
     engine: Engine
     rollout: VllmRollout
 
-    def weights(self, step: int, seconds: Metrics) -> int:
+    def weights(self, step: int, timed: Timed) -> int:
         """Give the engine the trainer's weights -> the trainer's version, so that one that missed them refuses."""
-        with self.timed("sync", seconds):
+        with timed("sync"):
             self.engine.update_weights(self.trainer.buckets(self.rollout.dtype.value)).result()
         return self.trainer.version
 
-    def responses(self, step: int, draw: Draw, version: int, seconds: Metrics) -> tuple[Rollouts, Metrics]:
+    def responses(self, batch: Batch, version: int, timed: Timed) -> tuple[Rollouts, Metrics]:
         """One sample a row."""
-        with self.timed("rollout", seconds):
-            prompts = prompts_of(draw.table, range(len(draw.table)), seed=self.seed, step=step, numbers=draw.numbers)
+        draw = batch.draw
+        with timed("rollout"):
+            rows = range(len(draw.table))
+            prompts = prompts_of(draw.table, rows, seed=self.seed, step=batch.step, numbers=draw.numbers)
             rollouts = self.engine.generate(prompts, version).result()
             self.engine.sleep().result()
         return rollouts, {**describe(rollouts), "rollout/weight_version": float(rollouts.version)}

@@ -7,9 +7,9 @@ import hashlib
 import struct
 from dataclasses import dataclass
 
-from rlhf.data.cursor import Draw
 from rlhf.sources.dataset import reference_rollouts
 from rlhf.sources.live import LiveSource
+from rlhf.sources.steps import Batch, Timed
 from rlhf.types import Metrics, Rollouts
 
 
@@ -22,19 +22,19 @@ class MixedSource(LiveSource):
     max_response_tokens: int
     """Reference responses are cut to this."""
 
-    def weights(self, step: int, seconds: Metrics) -> int:
+    def weights(self, step: int, timed: Timed) -> int:
         """They go to the engine only if it is asked for anything before the next step."""
         generates = step <= self.steps and on_policy(self.lmbda, self.seed, step)
         if generates or self.evaluator.due(step - 1):
-            return super().weights(step, seconds)
+            return super().weights(step, timed)
         return self.trainer.version
 
-    def responses(self, step: int, draw: Draw, version: int, seconds: Metrics) -> tuple[Rollouts, Metrics]:
-        if on_policy(self.lmbda, self.seed, step):
-            rollouts, described = super().responses(step, draw, version, seconds)
+    def responses(self, batch: Batch, version: int, timed: Timed) -> tuple[Rollouts, Metrics]:
+        if on_policy(self.lmbda, self.seed, batch.step):
+            rollouts, described = super().responses(batch, version, timed)
             return rollouts, {**described, "rollout/on_policy": 1.0}
         self.engine.sleep().result()  # the evaluation may have woken it
-        rollouts, described = reference_rollouts(draw.table, self.max_response_tokens, step, version)
+        rollouts, described = reference_rollouts(batch.draw.table, self.max_response_tokens, batch.step, version)
         return rollouts, {**described, "rollout/on_policy": 0.0}
 
 

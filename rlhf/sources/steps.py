@@ -8,8 +8,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from rlhf.batching import describe_plans
 from rlhf.data.cursor import Cursor, Draw
@@ -17,6 +19,21 @@ from rlhf.roles.protocols import Scorer, Trainer
 from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.privileged import as_the_teacher_reads, privileged_share
 from rlhf.types import Experience, Metrics, MiniBatch, Rollouts, Sequences
+
+Timed = Callable[[str], AbstractContextManager[None]]
+"""Measures a phase, by its name."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step takes its responses to."""
+
+    step: int
+    draw: Draw
+    metrics: Metrics
+    """Of the rows, when they had been drawn."""
+    position: dict[str, Any]
+    """Of the cursor, when they had been drawn."""
 
 
 @dataclass(kw_only=True)
@@ -37,49 +54,70 @@ class StepSource(ABC):
     """Told what is going on, for the progress bar."""
     done: int = 0
     """Steps that an earlier part of the run has trained on."""
+    position: dict[str, Any] = field(default_factory=dict)
+    """Where in its rows the run stands with the experience that was yielded last; the cursor may be ahead of it."""
 
     @abstractmethod
-    def weights(self, step: int, seconds: Metrics) -> int:
+    def weights(self, step: int, timed: Timed) -> int:
         """Bring the weights to where `step`, and the evaluation before it, need them -> their version."""
 
     @abstractmethod
-    def responses(self, step: int, draw: Draw, version: int, seconds: Metrics) -> tuple[Rollouts, Metrics]:
+    def responses(self, batch: Batch, version: int, timed: Timed) -> tuple[Rollouts, Metrics]:
         """The rows' responses, in the order of the rows, and what there is to say about them."""
 
     def __iter__(self) -> Iterator[Experience]:
         for step in range(self.done + 1, self.steps + 1):
-            seconds: Metrics = {}
-            version = self.weights(step, seconds)
-            self.phase("eval")
-            self.evaluator.after_step(step - 1, version)
-            draw = self.cursor.take(self.batch_samples)
-            rollouts, described = self.responses(step, draw, version, seconds)
-            sequences = rollouts.sequences
-            minibatches = self.make_minibatches(sequences)
-            with self.timed("score", seconds):
-                asked = as_the_teacher_reads(sequences, minibatches, draw.table, self.micro_batch_tokens)
-                self.scorer.score(*asked).result()
-            self.phase("train")
-            yield Experience(
-                step=step,
-                version=rollouts.version,
-                sequences=sequences,
-                minibatches=minibatches,
-                metrics={
-                    **seconds,
-                    **self.cursor.metrics(),
-                    **described,
-                    **describe_plans([minibatch.plan for minibatch in minibatches], sequences.lengths),
-                    "batch/privileged_share": privileged_share(draw.table),
-                },
-            )
+            measured: Metrics = {}
+            timed = partial(self.timed, measured)
+            version = self.prepare(step, timed)
+            batch = self.draw(step)
+            yield self.handed_over(batch, self.make(batch, version, timed), measured)
         if self.evaluator.due(self.steps):
-            version = self.weights(self.steps + 1, {})
-            self.phase("eval")
-            self.evaluator.after_step(self.steps, version)
+            self.prepare(self.steps + 1, partial(self.timed, {}))
+
+    def prepare(self, step: int, timed: Timed) -> int:
+        """Everything before the responses of `step` -> the version of the weights they are made with."""
+        version = self.weights(step, timed)
+        self.phase("eval")
+        self.evaluator.after_step(step - 1, version)
+        return version
+
+    def draw(self, step: int) -> Batch:
+        """The next rows of the data."""
+        draw = self.cursor.take(self.batch_samples)
+        return Batch(step, draw, self.cursor.metrics(), self.cursor.state_dict())
+
+    def make(self, batch: Batch, version: int, timed: Timed) -> Experience:
+        """Responses and scores."""
+        rollouts, described = self.responses(batch, version, timed)
+        sequences = rollouts.sequences
+        minibatches = self.make_minibatches(sequences)
+        with timed("score"):
+            asked = as_the_teacher_reads(sequences, minibatches, batch.draw.table, self.micro_batch_tokens)
+            scores = self.scorer.score(*asked).result()
+        return Experience(
+            step=batch.step,
+            version=rollouts.version,
+            sequences=sequences,
+            minibatches=minibatches,
+            scores=scores,
+            metrics={
+                **batch.metrics,
+                **described,
+                **describe_plans([minibatch.plan for minibatch in minibatches], sequences.lengths),
+                "batch/privileged_share": privileged_share(batch.draw.table),
+            },
+        )
+
+    def handed_over(self, batch: Batch, made: Experience, measured: Metrics) -> Experience:
+        """On its way to the trainer, with what was measured of it."""
+        self.phase("train")
+        self.position = batch.position
+        staleness = float(self.trainer.version - made.version)
+        return replace(made, metrics={**measured, **made.metrics, "rollout/staleness": staleness})
 
     @contextmanager
-    def timed(self, name: str, seconds: Metrics) -> Iterator[None]:
+    def timed(self, seconds: Metrics, name: str) -> Iterator[None]:
         self.phase(name)
         started = time.perf_counter()
         yield

@@ -43,6 +43,7 @@ def engine(cluster: RayCluster, folders: tuple[Path, Path]) -> RayEngine:
         max_model_len=256,
         stop_token_ids=(2,),
         seed=0,
+        shares_device=True,
     )
     engine = RayEngine(cluster, setup, bundles=[0], share=0.5)
     engine.ready(timeout_s=120)

@@ -44,9 +44,7 @@ REFUSED = {
     "algo=grpo": f"algo=grpo {NOT_YET} algo=gkd",
     "distill=sampled": f"distill=sampled {NOT_YET} distill=topk or distill=fullvocab",
     "distill=none": "algo=gkd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
-    "teacher=standalone": f"teacher=standalone {NOT_YET} teacher=colocated",
-    "teacher=none": "algo=gkd needs a teacher, got teacher=none; use teacher=colocated",
-    "placement=separate": f"placement=separate {NOT_YET} placement=colocate",
+    "teacher=none": "algo=gkd needs a teacher, got teacher=none; use teacher=colocated or teacher=standalone",
     "reward=functions": f"reward=functions {NOT_YET} reward=none with algo=gkd",
 }
 
@@ -315,7 +313,8 @@ CONTRADICTIONS = {
     "rollout.max_new_tokens=128 tokens; use at least 384",
     "train.micro_batch_tokens=400 eval.max_response_tokens=200": "train.micro_batch_tokens=400 can't hold one held-out "
     "sample of data.max_length=256 + eval.max_response_tokens=200 tokens; use at least 456",
-    "train.gpus=2": "placement=colocate shares one set of devices: train.gpus=2 and rollout.gpus=1 must be equal",
+    "train.gpus=2": "placement=colocate shares one set of devices: train.gpus=2 and rollout.gpus=1 must be equal; "
+    "make them so, or use placement=separate",
     "train.gpus=3 train.tensor_parallel=2": "train.gpus=3 must be divisible by train.tensor_parallel=2",
     "rollout.gpus=2 rollout.tensor_parallel=2": f"rollout.tensor_parallel=2 {NOT_YET} rollout.tensor_parallel=1, which "
     "makes rollout.gpus=2 as many replicas",
@@ -336,7 +335,20 @@ CONTRADICTIONS = {
         "tokens; use at least 386"
     ),
     "placement.max_staleness=1": "placement.max_staleness=1 needs roles on devices of their own; placement=colocate "
-    "allows 0",
+    "allows 0; use placement=separate",
+    "teacher.gpus=2": "unknown key teacher.gpus with teacher=colocated; teacher=standalone has it",
+    "teacher=standalone teacher.gpus=3 teacher.tensor_parallel=2": "teacher.gpus=3 must be divisible by "
+    "teacher.tensor_parallel=2",
+    "teacher=standalone teacher.gpus=2 teacher.tensor_parallel=2": f"teacher.tensor_parallel=2 {NOT_YET} "
+    "teacher.tensor_parallel=1, which makes teacher.gpus=2 as many replicas",
+    "teacher=standalone teacher.gpus=0": "teacher.gpus must be at least 1, got 0",
+    "teacher=standalone teacher.engine.kv_cache_gb=0": "teacher.engine.kv_cache_gb must be greater than 0, got 0.0",
+    "teacher=standalone +teacher.engine.foo=1": "unknown key teacher.engine.foo; teacher.engine has dtype, "
+    "enforce_eager, kv_cache_gb, max_num_seqs",
+    "teacher=standalone teacher.engine=5": "teacher.engine: a section; set its keys one by one",
+    "teacher=standalone model=hf model.path=x": "the default teacher goes with the default student only; name yours: "
+    "teacher.model=FOLDER (a Hugging Face checkpoint with the student's tokenizer)",
+    "placement=separate placement.max_staleness=2": "placement.max_staleness must be in [0, 1], got 2",
     "run.epochs=2": "run.steps=16 and run.epochs=2 both say how long the run is; keep one: run.steps=null "
     "run.epochs=2, or run.epochs=null",
     "run.steps=null": "run.steps=null and run.epochs=null: how long is the run? use run.steps=16, or run.epochs=1",
@@ -464,7 +476,8 @@ MISTAKES = {
     "runs.steps=1": "unknown key runs; did you mean run?",
     "run.folder=x": "unknown key run.folder; run has dir, epochs, keep_last, name, overwrite, save_every, seed, steps",
     "distill=fullvocab distill.k=8": "unknown key distill.k with distill=fullvocab; distill=topk has it",
-    "teacher=none teacher.model=x": "unknown key teacher.model with teacher=none; teacher=colocated has it",
+    "teacher=none teacher.model=x": "unknown key teacher.model with teacher=none; teacher=colocated or "
+    "teacher=standalone has it",
     "+algo.bta=1": "unknown key algo.bta; did you mean algo.beta?",
     "++algo.bta=1": "unknown key algo.bta; did you mean algo.beta?",
     "+stepps=1": "unknown key stepps; did you mean run.steps?",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 import rlhf.placements.colocate
+import rlhf.placements.separate
 from rlhf.checkpoint import Checkpoints
 from rlhf.config.algo import GKD
 from rlhf.config.cluster import Cluster
@@ -21,7 +23,7 @@ from rlhf.config.data import FileData, OnBadRow
 from rlhf.config.distill import FullVocab, Tail, TopK
 from rlhf.config.logger import Logger
 from rlhf.config.model import Model
-from rlhf.config.placement import Colocate
+from rlhf.config.placement import Colocate, Separate
 from rlhf.config.reward import NoReward
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Eval, Run, RunSection
@@ -37,6 +39,7 @@ from rlhf.loggers.base import MetricLog, build
 from rlhf.preflight import Inputs
 from rlhf.roles.doubles import Done, DoubleEngine, DoubleScorer, DoubleTrainer, doubles
 from rlhf.run_folder import RunFolder, check
+from rlhf.sources.ahead import Background
 from rlhf.stopping import Stopped
 from tests.unit.test_live_source import table_of
 from tests.unit.tiny import tiny_tokenizer
@@ -217,6 +220,7 @@ class Roles:
     engine: DoubleEngine
     described: tuple[str, ...] = ("trainer: a double",)
     closed: int = 0
+    background: Background = field(default_factory=Background)
 
     def close(self) -> None:
         self.closed += 1
@@ -225,7 +229,8 @@ class Roles:
 @pytest.fixture
 def roles(monkeypatch: pytest.MonkeyPatch) -> Roles:
     roles = Roles(*doubles())
-    monkeypatch.setattr(rlhf.placements.colocate, "start", lambda run, inputs, objective: roles)
+    for placement in (rlhf.placements.colocate, rlhf.placements.separate):
+        monkeypatch.setattr(placement, "start", lambda run, inputs, objective: roles)
     return roles
 
 
@@ -258,6 +263,15 @@ def test_a_whole_run(tmp_path: Path, roles: Roles) -> None:
     assert (folder / "checkpoints" / "final" / "version.txt").read_text() == "3"
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == [0, 1, 2, 2, 3, 3], "training, saving, evaluation"
+
+
+def test_rollouts_ahead_reach_the_log(tmp_path: Path, roles: Roles) -> None:
+    folder = tmp_path / "test"
+    settings = RunSection(name="test", dir=str(folder), steps=3)
+    train_in(folder, inputs_of(steps=3), run=settings, placement=Separate(max_staleness=1))
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["rollout/staleness"] for step in logged if "rollout/staleness" in step] == [0, 1, 1]
+    assert largest_gap(run_of(tmp_path, placement=Separate(max_staleness=1))) == math.inf
 
 
 def test_without_evaluation_there_is_no_objective(tmp_path: Path, roles: Roles) -> None:

@@ -15,6 +15,15 @@ def test_ranks_and_replicas_share_the_devices():
     assert plan_layout(4, 4, 2) == Layout(4, (0, 1, 2, 3), ((0, 1), (2, 3)))
 
 
+def test_roles_on_devices_of_their_own_take_the_sum():
+    assert plan_layout(1, 1, 1, separate=True) == Layout(2, (0,), ((1,),))
+    assert plan_layout(2, 4, 2, separate=True) == Layout(6, (0, 1), ((2, 3), (4, 5)))
+    assert plan_layout(2, 2, 1, teacher_gpus=2) == Layout(4, (0, 1), ((0,), (1,)), ((2,), (3,)))
+    assert plan_layout(2, 1, 1, separate=True, teacher_gpus=4, teacher_tensor_parallel=2) == (
+        Layout(7, (0, 1), ((2,),), ((3, 4), (5, 6)))
+    )
+
+
 def straddling(nodes: str, order: tuple[int, ...], size: int) -> int:
     """Groups of neighbours that lie on more than one node."""
     where = [nodes[bundle] for bundle in order]

@@ -59,6 +59,7 @@ class Bench:
             train=self.train,
             held_out=table_of(self.eval.samples, first=50),
             trainer=self.trainer,
+            scorer=self.scorer,
             engine=self.engine,
             seed=self.seed,
             total_steps=self.steps,
@@ -263,13 +264,14 @@ def test_what_is_measured_of_a_step() -> None:
         assert set(experience.metrics) == {
             *("time/sync", "time/rollout", "time/score"),
             *("rollout/response_tokens_mean", "rollout/response_tokens_max", "rollout/prompt_tokens_mean"),
-            *("rollout/finished_share", "rollout/weight_version", "data/epoch"),
+            *("rollout/finished_share", "rollout/weight_version", "rollout/staleness", "data/epoch"),
             *("batch/tokens", "batch/padding_share", "batch/micro_batches", "batch/rank_imbalance"),
             "batch/privileged_share",
         }
         assert experience.metrics["data/epoch"] == pytest.approx(0.4 * experience.step)
         assert experience.metrics["batch/tokens"] == len(sequences.tokens)
         assert all(experience.metrics[name] > 0 for name in experience.metrics if name.startswith("time/"))
+        assert experience.metrics["rollout/staleness"] == 0
         assert experience.metrics["rollout/response_tokens_max"] == sequences.response_lengths.max()
 
 

@@ -74,7 +74,7 @@ def test_what_is_logged_each_step(tmp_path: Path) -> None:
             *("time/sync", "time/rollout", "time/score", "time/train", "time/step"),
             *("perf/tokens_per_second", "perf/response_tokens_per_second"),
             *("rollout/response_tokens_mean", "rollout/response_tokens_max", "rollout/prompt_tokens_mean"),
-            *("rollout/finished_share", "rollout/weight_version", "train/loss", "data/epoch"),
+            *("rollout/finished_share", "rollout/weight_version", "rollout/staleness", "train/loss", "data/epoch"),
             *("batch/tokens", "batch/padding_share", "batch/micro_batches", "batch/rank_imbalance"),
             "batch/privileged_share",
         }

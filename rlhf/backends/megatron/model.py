@@ -14,6 +14,7 @@ from rlhf.assets import read_config
 from rlhf.backends.megatron import layers, weights
 from rlhf.backends.megatron.architecture import Architecture
 from rlhf.backends.megatron.partition import Partition
+from rlhf.backends.megatron.tensors import head_name
 from rlhf.batching import MicroBatch
 from rlhf.losses.heads import VocabHead
 
@@ -41,6 +42,26 @@ class Model:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of every weight; all processes that share the model go through it."""
         return weights.export(self.module, self.architecture, self.partition)
+
+
+@dataclass
+class LoneHead:
+    """This process's part of a model's LM head, without the model."""
+
+    weight: Tensor
+    architecture: Architecture
+    partition: Partition
+
+    def head(self, hidden: Tensor) -> VocabHead:
+        return VocabHead(hidden, self.weight, tp_group=self.partition.group, vocab_size=self.architecture.vocab)
+
+
+def load_head(folder: Path, dtype: torch.dtype, partition: Partition = weights.WHOLE) -> LoneHead:
+    """Of a Hugging Face folder: its output layer, or the embedding that it is tied to."""
+    architecture = architecture_of(folder)
+    whole = weights.Checkpoint(folder)[head_name(architecture)]
+    part = weights.Vocabulary().part(architecture, whole, partition)
+    return LoneHead(part.to(torch.cuda.current_device(), dtype, copy=True), architecture, partition)
 
 
 def forward(module: Any, micro: MicroBatch) -> Tensor:

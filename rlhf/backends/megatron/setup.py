@@ -26,3 +26,5 @@ class TrainerSetup:
     """Keep the colocated teacher's layers in host memory between uses."""
     self_teacher: SelfTeacher | None = None
     """The student is its own teacher."""
+    teacher_head: Path | None = None
+    """A standalone teacher of which only the LM head is here, for the hidden rows it sends; None if none come."""

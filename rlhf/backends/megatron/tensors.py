@@ -77,6 +77,11 @@ def expected_shapes(architecture: Architecture) -> dict[str, Shape]:
     return shapes
 
 
+def head_name(architecture: Architecture) -> str:
+    """The tensor that is the LM head."""
+    return EMBEDDING if architecture.tied else HEAD
+
+
 def check_weights(folder: Path, architecture: Architecture, where: str) -> None:
     """The weights in `folder` are those of `architecture`, all of them and no others.
 

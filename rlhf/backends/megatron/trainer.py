@@ -10,7 +10,7 @@ import functools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.algos.objective import RowBatch, Totals
+from rlhf.backends.channel import Pushed, WeightChannel
 from rlhf.backends.megatron import optimizer, training_state, weights
 from rlhf.backends.megatron.device import megatron_device
-from rlhf.backends.megatron.model import architecture_of, forward, load_model, select_rows
+from rlhf.backends.megatron.model import architecture_of, forward, load_head, load_model, select_rows
 from rlhf.backends.megatron.partition import Partition
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.backends.megatron.teachers import AverageTeacher, FrozenTeacher, Teacher
+from rlhf.backends.scores import PackedScores
 from rlhf.backends.weight_sync import to_send
 from rlhf.batching import MicroBatch, pack
+from rlhf.distill.fullvocab import HiddenScores
 from rlhf.errors import MisalignedScores, TrainingDiverged
 from rlhf.losses.divergence import forward_and_reverse_kl
 from rlhf.losses.heads import VocabHead
@@ -94,13 +97,19 @@ class MegatronTrainer:
             self.teacher = AverageTeacher(average, self.student, setup.self_teacher.ema_decay)
         elif setup.self_teacher is not None:
             self.teacher = Teacher(self.student)
+        lone = None if setup.teacher_head is None else load_head(setup.teacher_head, dtype, partition)
+        self.head_of_teacher = self.teacher or lone
+        """Puts the teacher's LM head on hidden rows; None where none are kept."""
+        if lone is not None:
+            self._teacher_head = lone.head
         self.ddp, self.optimizer, self.schedule = optimizer.wrap(self.student.module, setup.train, setup.steps)
 
     def _partition(self) -> Partition:
         """This process's part of student and teacher."""
         from megatron.core import parallel_state
 
-        train, folders = self.setup.train, (self.setup.student, self.setup.teacher)
+        train, setup = self.setup.train, self.setup
+        folders = (setup.student, setup.teacher, setup.teacher_head)
         if train.tensor_parallel == 1:
             return weights.WHOLE
         return Partition(
@@ -126,24 +135,40 @@ class MegatronTrainer:
                     self._scores |= by_sample(scores, micro)
         self._teacher_head = self.teacher.lasting_head() if distill.needs_teacher_head else None
 
-    def _joined_scores(self, micro: MicroBatch) -> Any:
+    def _joined_scores(self, micro: MicroBatch, held: Mapping[int, Any]) -> Any:
         """The scores of a micro-batch's rows, in its order."""
         parts = []
         for sample_id, count in zip(micro.sample_ids, micro.row_counts, strict=True):
-            scores = self._scores.get(sample_id)
+            scores = held.get(sample_id)
             if scores is None or len(scores) != count:
-                held = "none" if scores is None else f"{len(scores)} rows"
-                raise MisalignedScores(f"sample {sample_id} needs {count} rows of teacher scores, there are {held}")
+                there = "none" if scores is None else f"{len(scores)} rows"
+                raise MisalignedScores(f"sample {sample_id} needs {count} rows of teacher scores, there are {there}")
             parts.append(scores)
         return type(parts[0]).concat(parts)
+
+    def _unpacked(self, packed: Sequence[PackedScores], sequences: Sequences) -> dict[int, Any]:
+        """Sample id -> scores that came from a standalone teacher; see `PackedScores.by_sample`."""
+        device = torch.cuda.current_device()
+        return dict(sample for part in packed for sample in part.by_sample(sequences, device))
+
+    @property
+    def data_parallel_rank(self) -> int:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_rank()
 
     # ---- student ----------------------------------------------------------------------------------------------------
 
     @on_device
-    def train(self, experience: Experience) -> Metrics:
-        """One optimizer step a minibatch. Returns metrics averaged over the response tokens of all of them."""
+    def train(self, experience: Experience, scores: Sequence[PackedScores] = ()) -> Metrics:
+        """One optimizer step a minibatch. Returns metrics averaged over the response tokens of all of them.
+
+        Args:
+            scores: a standalone teacher's, of this rank's samples.
+        """
         totals, grad_norms, lr = Totals(), [], 0.0
         started = time.perf_counter()
+        self._scores |= self._unpacked(scores, experience.sequences)
         self._take_back()
         self.ddp.train()
         assert self.teacher is not None
@@ -151,9 +176,12 @@ class MegatronTrainer:
             totals += self._over_data_parallel(self.accumulate_gradients(experience.sequences, minibatch))
             grad_norm, lr = self._step()
             grad_norms.append(grad_norm)
-            self.teacher.after_step()
-        self._scores.clear()
-        self._teacher_head = None
+            if self.teacher is not None:
+                self.teacher.after_step()
+        for sample_id in experience.sequences.sample_ids:  # others may be there already, of the next step
+            self._scores.pop(int(sample_id), None)
+        if self.teacher is not None and not self._scores:
+            self._teacher_head = None
         return {
             **totals.means(optimizer_steps=len(experience.minibatches)),
             "train/grad_norm": float(np.mean(grad_norms)),
@@ -203,7 +231,7 @@ class MegatronTrainer:
                 target_weights=of_rows(minibatch.target_weights),
             )
             loss, totals = self.setup.objective.loss(
-                self.student.head(rows), self._joined_scores(micro), batch, self._teacher_head
+                self.student.head(rows), self._joined_scores(micro, self._scores), batch, self._teacher_head
             )
             return loss, torch.tensor(len(micro.rows), dtype=torch.int), totals
 
@@ -231,11 +259,9 @@ class MegatronTrainer:
 
     def _micro_batches(self, sequences: Sequences, plan: BatchPlan) -> list[MicroBatch]:
         """This rank's share of the plan, laid out."""
-        from megatron.core import parallel_state
-
         return [
             pack(sequences, micro, padding_free=plan.padding_free, pad_multiple=plan.pad_multiple)
-            for micro in plan.ranks[parallel_state.get_data_parallel_rank()]
+            for micro in plan.ranks[self.data_parallel_rank]
         ]
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
@@ -243,24 +269,30 @@ class MegatronTrainer:
     @on_device
     @torch.no_grad()
     def evaluate(
-        self, sequences: Sequences, plan: BatchPlan, teacher: tuple[Sequences, BatchPlan] | None = None
+        self,
+        sequences: Sequences,
+        plan: BatchPlan,
+        teacher: tuple[Sequences, BatchPlan] | None = None,
+        hidden: Sequence[PackedScores] = (),
     ) -> Metrics:
         """Full-vocabulary forward KL(T||S) and reverse KL(S||T) at temperature 1, in nats a response token.
 
         Args:
             teacher: the same responses as the teacher reads them, on the same ranks; None: it reads `sequences`.
+            hidden: a standalone teacher's hidden rows, of this rank's samples.
         """
-        assert self.teacher is not None
-        hidden: dict[int, Tensor] = {}
-        with self.teacher.at_work() as model:
-            for micro in self._micro_batches(*(teacher or (sequences, plan))):
-                hidden |= by_sample(model.hidden_rows(micro), micro)
+        assert self.head_of_teacher is not None
+        held = self._unpacked(hidden, sequences)
+        if self.teacher is not None:
+            with self.teacher.at_work() as model:
+                for micro in self._micro_batches(*(teacher or (sequences, plan))):
+                    held |= by_sample(HiddenScores(model.hidden_rows(micro)), micro)
         self.ddp.eval()
         totals = Totals()
         for micro in self._micro_batches(sequences, plan):
             student = self.student.head(select_rows(forward(self.ddp, micro), micro))
-            rows = torch.cat([hidden.pop(sample_id) for sample_id in micro.sample_ids])
-            forward_kl, reverse_kl = forward_and_reverse_kl(student, self.teacher.head(rows))
+            rows = self._joined_scores(micro, held).hidden
+            forward_kl, reverse_kl = forward_and_reverse_kl(student, self.head_of_teacher.head(rows))
             sums = {
                 "eval/forward_kl": float(forward_kl.double().sum()),
                 "eval/reverse_kl": float(reverse_kl.double().sum()),
@@ -271,29 +303,37 @@ class MegatronTrainer:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def buckets(self, dtype: str, max_bytes: int) -> Iterator[Bucket]:
+    def buckets(self, dtype: str, max_bytes: int, channel: WeightChannel | None = None) -> Iterator[Bucket]:
         """The student's weights in Hugging Face names, in buckets of about `max_bytes`, one in memory at a time.
 
         Rank 0 yields them; meanwhile the other ranks that share its model call `take_part_in_export`.
+
+        Args:
+            channel: the way to engines on devices of their own. A bucket then says what comes, and is sent once it has
+                been taken.
         """
-        names: list[str] = []
-        arrays: list[Any] = []
+        for named in self._in_parts(dtype, max_bytes):
+            names, tensors = zip(*named, strict=True)
+            dtypes = (dtype,) * len(names)
+            if channel is None:
+                self._lent += [tensor for tensor in tensors if tensor.is_cuda]
+                yield Bucket(self.version, names, tuple(map(to_send, tensors)), dtypes)
+            else:
+                yield Bucket(self.version, names, tuple(Pushed(tuple(tensor.shape)) for tensor in tensors), dtypes)
+                channel.send(tensors)
+
+    def _in_parts(self, dtype: str, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The student's weights, a few at a time."""
+        part: list[tuple[str, Tensor]] = []
         size = 0
-
-        def bucket() -> Bucket:
-            return Bucket(self.version, tuple(names), tuple(arrays), (dtype,) * len(names))
-
         for name, tensor in self.student.tensors():
             tensor = tensor.to(getattr(torch, dtype))
-            if arrays and size + tensor.nbytes > max_bytes:
-                yield bucket()
-                names, arrays, size = [], [], 0
-            names.append(name)
-            arrays.append(to_send(tensor))
+            if part and size + tensor.nbytes > max_bytes:
+                yield part
+                part, size = [], 0
+            part.append((name, tensor))
             size += tensor.nbytes
-            if tensor.is_cuda:
-                self._lent.append(tensor)
-        yield bucket()
+        yield part
 
     def _take_back(self) -> None:
         """The engine has loaded what was lent to it: copies are freed, and weights may change again."""

@@ -8,6 +8,7 @@ import numpy as np
 from safetensors import safe_open
 
 from rlhf.assets import read_config, weight_files
+from rlhf.backends.channel import WeightChannel
 from rlhf.backends.vllm.setup import EngineSetup
 from rlhf.backends.weight_sync import received
 from rlhf.errors import StaleWeights
@@ -22,7 +23,7 @@ class VllmEngine:
         from vllm.platforms import current_platform
 
         rollout = setup.rollout
-        self.sleeps = current_platform.is_cuda()
+        self.sleeps = setup.shares_device and current_platform.is_cuda()
         """Give the GPU's memory to the others between generations; vLLM has no sleep on CPU."""
         self._asleep = False
         self.setup = setup
@@ -31,6 +32,8 @@ class VllmEngine:
         self._arriving: int | None = None
         self._expected = tensor_names(setup.model)
         self._missing = set(self._expected)
+        self.channel: WeightChannel | None = None
+        """Where weights come from, if the trainer is on another device."""
         self.llm = LLM(
             model=str(setup.model),
             load_format="dummy",
@@ -65,7 +68,10 @@ class VllmEngine:
         if self._arriving not in (None, bucket.version):
             raise StaleWeights(f"one update mixes weights of versions {self._arriving} and {bucket.version}")
         self._arriving = bucket.version
-        tensors = [received(array, dtype) for array, dtype in zip(bucket.arrays, bucket.dtypes, strict=True)]
+        if self.channel is not None:
+            tensors = self.channel.receive(bucket.arrays, bucket.dtypes[0])
+        else:
+            tensors = [received(array, dtype) for array, dtype in zip(bucket.arrays, bucket.dtypes, strict=True)]
         self.llm.collective_rpc("rlhf_load", args=(list(zip(bucket.names, tensors, strict=True)),))
         self._missing -= set(bucket.names)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlhf.config.rollout import VllmRollout
+from rlhf.config.teacher import TeacherEngine
+from rlhf.distill.base import Distill
 
 
 @dataclass(frozen=True)
@@ -18,4 +21,23 @@ class EngineSetup:
     max_model_len: int
     """Longest prompt + response in tokens."""
     stop_token_ids: tuple[int, ...]
+    seed: int
+    shares_device: bool
+    """The trainer is on the same device: the engine sleeps while it trains."""
+
+
+@dataclass(frozen=True)
+class ScorerSetup:
+    """Plain data, so that it travels."""
+
+    model: Path
+    engine: TeacherEngine
+    max_model_len: int
+    """Longest prompt + response in tokens."""
+    distill: Distill[Any]
+    """What is kept of the teacher at each row."""
+    head: str | None
+    """The tensor of the checkpoint that is its LM head; None if hidden rows are kept, to which others put it."""
+    vocab: int
+    """The teacher's vocabulary."""
     seed: int

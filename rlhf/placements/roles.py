@@ -1,0 +1,180 @@
+"""Starts the roles of a run on the devices of a layout; both placements end here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlhf.algos.objective import Objective
+from rlhf.assets import read_config
+from rlhf.backends.actors import RayEngine, RayTrainer
+from rlhf.backends.cluster import RayCluster
+from rlhf.backends.megatron.architecture import Architecture
+from rlhf.backends.megatron.setup import TrainerSetup
+from rlhf.backends.megatron.tensors import head_name
+from rlhf.backends.scorer_actors import RayScorer
+from rlhf.backends.vllm.setup import EngineSetup, ScorerSetup
+from rlhf.config.distill import FullVocab
+from rlhf.config.rollout import VllmRollout
+from rlhf.config.run import Run
+from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher, TeacherEngine
+from rlhf.config.train import Train
+from rlhf.memory import longest_sample
+from rlhf.placements.layout import Layout, by_node
+from rlhf.preflight import Inputs
+from rlhf.sources.ahead import Background
+
+
+@dataclass
+class Roles:
+    """The started roles, and the cluster that holds them."""
+
+    trainer: RayTrainer
+    scorer: RayTrainer | RayScorer
+    """A colocated teacher lives in the trainer."""
+    engine: RayEngine | None
+    """None where the responses come from the rows."""
+    cluster: RayCluster
+    described: list[str]
+    background: Background = field(default_factory=Background)
+    """Where a source works ahead of training."""
+
+    def close(self) -> None:
+        self.cluster.release()
+        self.background.join()  # before Ray, which it may be waiting for, is gone
+        self.cluster.close()
+
+
+def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, *, shared: bool) -> Roles:
+    """Start Ray, reserve the devices, start every role and wait until all are ready.
+
+    Args:
+        layout: who is where.
+        shared: trainer and engine are on the same devices, half of one each; otherwise weights are pushed.
+
+    Raises:
+        ClusterError: too few devices, or no answer in time.
+        RoleDied: a process ended while starting.
+    """
+    share = 0.5 if shared else 1.0
+    cluster = RayCluster(run.cluster, bundles=layout.devices)
+    try:
+        engine_ranks = 1 if run.engine is None else run.engine.tensor_parallel
+        bundle_of = by_node(cluster.nodes, (run.train.tensor_parallel, engine_ranks))
+        trainer = RayTrainer(
+            cluster,
+            trainer_setup(run, inputs, objective),
+            bundles=[bundle_of[device] for device in layout.trainer],
+            share=share,
+        )
+        engine = None
+        if run.engine is not None:
+            engine = RayEngine(
+                cluster,
+                engine_setup(run, inputs, run.engine, shared),
+                bundles=[bundle_of[devices[0]] for devices in layout.replicas],
+                share=share,
+            )
+        scorer: RayTrainer | RayScorer = trainer
+        if isinstance(run.teacher, StandaloneTeacher):
+            setup = scorer_setup(run, inputs, run.teacher.engine, objective)
+            scorer = RayScorer(cluster, setup, bundles=[bundle_of[devices[0]] for devices in layout.teacher])
+            scorer.ready(run.cluster.start_timeout_s)
+        trainer.ready(run.cluster.start_timeout_s)
+        if engine is not None:
+            engine.ready(run.cluster.start_timeout_s)
+            if not shared:
+                engine.connect(trainer, run.cluster.start_timeout_s)
+    except BaseException:
+        cluster.close()
+        raise
+    return Roles(trainer, scorer, engine, cluster, describe(run, shared))
+
+
+def teacher_gpus(run: Run) -> int:
+    """Devices of a standalone teacher."""
+    return run.teacher.gpus if isinstance(run.teacher, StandaloneTeacher) else 0
+
+
+def trainer_setup(run: Run, inputs: Inputs, objective: Objective) -> TrainerSetup:
+    """With the whole teacher, or only its head, or neither."""
+    standalone = isinstance(run.teacher, StandaloneTeacher)
+    hidden_rows_come = standalone and (isinstance(run.distill, FullVocab) or run.eval.samples > 0)
+    return TrainerSetup(
+        student=inputs.student,
+        teacher=None if standalone else inputs.teacher,
+        train=run.train,
+        objective=objective,
+        steps=inputs.steps,
+        seed=run.run.seed,
+        offload_teacher=isinstance(run.teacher, ColocatedTeacher) and run.teacher.offload,
+        self_teacher=run.teacher if isinstance(run.teacher, SelfTeacher) else None,
+        teacher_head=inputs.teacher if hidden_rows_come else None,
+    )
+
+
+def engine_setup(run: Run, inputs: Inputs, rollout: VllmRollout, shared: bool) -> EngineSetup:
+    """Of each replica of the student's engine."""
+    return EngineSetup(
+        model=inputs.student,
+        rollout=rollout,
+        max_model_len=run.data.max_length + rollout.max_new_tokens,
+        stop_token_ids=inputs.stop_token_ids,
+        seed=run.run.seed,
+        shares_device=shared,
+    )
+
+
+def scorer_setup(run: Run, inputs: Inputs, engine: TeacherEngine, objective: Objective) -> ScorerSetup:
+    """Of each replica of a standalone teacher."""
+    assert inputs.teacher is not None
+    teacher = Architecture.from_config(read_config(inputs.teacher), str(inputs.teacher))
+    return ScorerSetup(
+        model=inputs.teacher,
+        engine=engine,
+        max_model_len=longest_sample(run),
+        distill=objective.distill,
+        head=None if isinstance(run.distill, FullVocab) else head_name(teacher),
+        vocab=teacher.vocab,
+        seed=run.run.seed,
+    )
+
+
+def describe(run: Run, shared: bool) -> list[str]:
+    """One line a role, for the summary."""
+    kind = run.cluster.device.value
+    without = f" without {len(run.model.drop_layers)} layers" if run.model.drop_layers else ""
+    ahead = ", one step ahead" if run.placement.max_staleness else ""
+    engine = "engine: none, responses are the data's"
+    if run.engine is not None:
+        its = f"the same {run.engine.gpus} x {kind}" if shared else f"{run.engine.gpus} x {kind} of its own{ahead}"
+        engine = f"engine: {its}, vLLM, {run.engine.dtype.value}"
+    return [
+        f"trainer: {run.train.gpus} x {kind}{shared_by(run.train)}, Megatron-core, {run.train.dtype.value}, student "
+        f"{run.model.path}{without}",
+        f"teacher: {describe_teacher(run.teacher, kind)}",
+        engine,
+    ]
+
+
+def describe_teacher(teacher: ColocatedTeacher | StandaloneTeacher | SelfTeacher, kind: str) -> str:
+    """Whose weights score, and where."""
+    if isinstance(teacher, StandaloneTeacher):
+        return f"{teacher.model}, {teacher.gpus} x {kind} of its own, vLLM, {teacher.engine.dtype.value}"
+    if isinstance(teacher, ColocatedTeacher):
+        whose = f"{teacher.model}{', in host memory between uses' if teacher.offload else ''}"
+    elif teacher.ema_decay is None:
+        whose = "the student itself"
+    else:
+        whose = f"a moving average of the student (decay {teacher.ema_decay:g})"
+    return f"{whose}, in the trainer's processes"
+
+
+def shared_by(train: Train) -> str:
+    """How several devices share the training; empty for one."""
+    if train.gpus == 1:
+        return ""
+    parts = [f"tensor parallel {train.tensor_parallel}"] if train.tensor_parallel > 1 else []
+    parts += ["sequence parallel"] if train.uses_sequence_parallel else []
+    parts += [f"data parallel {train.data_parallel}"] if train.data_parallel > 1 else []
+    parts += ["distributed optimizer"] if train.distributed_optimizer else []
+    return f" ({', '.join(parts)})"
