@@ -79,7 +79,7 @@ def start(run: Run, inputs: Inputs, objective: Objective) -> Roles:
         f"trainer: {devices}{shared_by(run.train)}, Megatron-core, {run.train.dtype.value}, student {run.model.path}"
         + (f" without {len(run.model.drop_layers)} layers" if run.model.drop_layers else ""),
         f"teacher: {described_teacher(run.teacher)}, in the trainer's processes",
-        "engine: none, responses are the data's"
+        "engine: none, responses are the data's; so there is no sample to show"
         if engine_spec is None
         else f"engine: the same {devices}, vLLM, {engine_spec.dtype.value}",
     ]

@@ -427,6 +427,9 @@ def test_run_checks_itself_on_construction() -> None:
     changed = dataclasses.replace(run.train, micro_batch_tokens=10)
     with pytest.raises(ConfigError, match="can't hold one sample"):
         dataclasses.replace(run, train=changed)
+    apart = "gives the engine devices of its own, and rollout=none starts none; use placement=colocate"
+    with pytest.raises(ConfigError, match=apart):
+        dataclasses.replace(run_of("rollout=none"), placement="separate")
     with pytest.raises(ConfigError, match="shares one set of devices"):
         dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, gpus=2))
 
@@ -447,7 +450,7 @@ MISTAKES = {
     "~algo": "algo must be an option of its group; choose one of algo=gkd, algo=grpo, algo=opsd",
     "algo._target_=os.system": "algo must be an option of its group; choose one of algo=gkd, algo=grpo, algo=opsd",
     "recipes=demo": "recipes has no default; write +recipes=demo",
-    "+recipes=dem": "recipes=dem doesn't exist; did you mean demo?; options: demo",
+    "+recipes=dem": "recipes=dem doesn't exist; did you mean demo?; options: demo, opsd",
     # unknown keys
     "algo.bta=1": "unknown key algo.bta; did you mean algo.beta?",
     "beta=1": "unknown key beta; did you mean algo.beta?",
