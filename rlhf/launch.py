@@ -5,22 +5,29 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from pathlib import Path
 
 import hydra
+import rich.console
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.config.arguments import check_arguments, check_folders
+from rlhf.config.arguments import check_arguments, check_folders, check_resume
 from rlhf.config.compose import to_run
 from rlhf.config.messages import explain, interrupted
 from rlhf.config.registry import PROJECT_ROOT, register
 from rlhf.stopping import Stopped, exit_code, watch
+from rlhf.sweep import Job
+from rlhf.sweep import show as show_sweep
+from rlhf.sweep import write as write_sweep
 
 register()
 FULL_ERROR = os.environ.get("HYDRA_FULL_ERROR") == "1"
 failed: list[Exception] = []
 """The errors of this process's jobs, already reported."""
+jobs: list[Job] = []
+"""Those of a sweep, in order; the last one may not have ended."""
 
 
 def objective(config: DictConfig) -> float | None:
@@ -35,18 +42,25 @@ def job(config: DictConfig) -> float | None:
     """What Hydra calls, once or for each job of a sweep. Reports its own error, so that a sweep goes on."""
     command = HydraConfig.get()
     sweep = command.mode is RunMode.MULTIRUN
+    done = Job(command.job.num if sweep else 0, command.overrides.task, Path(command.runtime.output_dir))
+    if sweep:
+        jobs.append(done)
     try:
         check_folders(config, command.run.dir, sweep)
+        check_resume(config, command.sweep, sweep)
         if sweep:
             config.run.dir = command.runtime.output_dir
             config.run.name = f"{config.run.name}-{command.job.num}"
             print(f"\njob {command.job.num}: {' '.join(command.overrides.task)}", flush=True)
-        return objective(config)
+        result = objective(config)
+        done.ended()
+        return result
     except Exception as error:
         if interrupted(error):
             raise Stopped from error
         report(error, f"job {command.job.num} ({' '.join(command.overrides.task)}): " if sweep else "")
         failed.append(error)
+        done.error = explain(error) or repr(error)
         return None
 
 
@@ -69,6 +83,8 @@ def main() -> None:
             check_arguments(sys.argv[1:])
             entry()
         finally:
+            if jobs:
+                show_sweep(jobs, write_sweep(jobs, jobs[0].folder.parent), rich.console.Console(highlight=False))
             sys.stdout.flush()
     except KeyboardInterrupt as stop:
         print(f"warning: {str(stop) or 'interrupted; nothing was started'}", file=sys.stderr)

@@ -26,8 +26,9 @@ def run_steps(
     for experience in source:
         metrics = {**experience.metrics, **trainer.train(experience).result()}
         metrics |= speed(experience, metrics)
-        metrics |= checkpoints.after_step(experience.step)
-        log.log(experience.step, metrics)
+        log.log(experience.step, metrics)  # before saving: what goes on from the checkpoint finds the step logged
+        if saved := checkpoints.after_step(experience.step):
+            log.log(experience.step, saved)
         gap = metrics.get("rollout/logprob_gap_mean", 0.0)
         if not gap <= largest_gap:  # not a number is the worst gap
             log.warn(

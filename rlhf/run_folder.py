@@ -8,6 +8,7 @@ import shutil
 import sys
 import traceback
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +17,7 @@ from omegaconf import OmegaConf
 from rlhf.config.run import RunSection
 from rlhf.errors import ConfigError
 from rlhf.report.summary import shown_path
+from rlhf.training_state import complete
 
 CONFIG_FILE = "config.yaml"
 MARK = ".rlhf-run"
@@ -23,6 +25,17 @@ MARK = ".rlhf-run"
 process inside, while a run uses the folder."""
 BEGUN = ".rlhf-begun"
 """Marks the folder of a run whose roles were ready: what it holds may be worth keeping."""
+
+
+class Content(Enum):
+    """What may happen to what an earlier run left."""
+
+    delete_if_told = "delete_if_told"
+    """It is deleted under run.overwrite=true; otherwise the folder is refused."""
+    delete_if_nothing_saved = "delete_if_nothing_saved"
+    """It is deleted, too, where no checkpoint can be continued from (resume=auto)."""
+    keep = "keep"
+    """The run goes on with it."""
 
 
 @dataclass
@@ -33,19 +46,21 @@ class RunFolder:
     lock: TextIO
 
     @staticmethod
-    def claim(settings: RunSection, config: Any) -> RunFolder:
-        """Take the folder, empty it of an earlier run (`check` says when that is allowed), write the configuration.
+    def claim(settings: RunSection, config: Any, content: Content = Content.delete_if_told) -> RunFolder:
+        """Take the folder, empty it of an earlier run unless that goes on (`check` says when emptying is allowed),
+        write the configuration.
 
         Raises:
             ConfigError: see `check`.
         """
-        path = check(settings)
+        path = check(settings, content)
         path.mkdir(parents=True, exist_ok=True)
         folder = RunFolder(path, (path / MARK).open("a+", encoding="utf-8"))
         try:
             folder._lock(settings)
-            check_content(path, settings)  # again: another run may have come and gone
-            folder._empty()
+            check_content(path, settings, content)  # again: another run may have come and gone
+            if content is not Content.keep:
+                folder._empty()
             OmegaConf.save(OmegaConf.create(config), path / CONFIG_FILE)
         except BaseException:
             folder.release()
@@ -80,7 +95,7 @@ class RunFolder:
                 entry.unlink()
 
 
-def check(settings: RunSection) -> Path:
+def check(settings: RunSection, content: Content = Content.delete_if_told) -> Path:
     """The run's folder, absolute, since processes that Ray started elsewhere write there, too.
 
     Raises:
@@ -96,12 +111,15 @@ def check(settings: RunSection) -> Path:
     with (folder / MARK).open(encoding="utf-8") as lock:
         if _locked(lock):
             raise in_use(folder, lock)
-    check_content(folder, settings)
+    check_content(folder, settings, content)
     return folder
 
 
-def check_content(folder: Path, settings: RunSection) -> None:
+def check_content(folder: Path, settings: RunSection, content: Content) -> None:
     """Refuse to delete what an earlier run left, unless told to."""
+    nothing_saved = content is Content.delete_if_nothing_saved and {path.name for path in complete(folder)} <= {"best"}
+    if content is Content.keep or nothing_saved:
+        return
     if (folder / BEGUN).exists() and not settings.overwrite:
         raise ConfigError(f"run.dir={folder} holds an earlier run; choose another run.name, or use run.overwrite=true")
 

@@ -74,6 +74,12 @@ class TrainerActor:
     def save(self, folder: Path) -> None:
         self.trainer.save(folder)
 
+    def save_state(self, folder: Path) -> None:
+        self.trainer.save_state(folder)
+
+    def load_state(self, folder: Path) -> int:
+        return self.trainer.load_state(folder)
+
 
 class EngineActor:
     """A `VllmEngine` in a process of its own."""
@@ -164,6 +170,12 @@ class RayTrainer:
 
     def save(self, folder: Path) -> RayFuture[None]:
         return self._all("save", folder)
+
+    def save_state(self, folder: Path) -> RayFuture[None]:
+        return self._all("save_state", folder)
+
+    def load_state(self, folder: Path) -> None:
+        self.version = self._all("load_state", folder).result()
 
     def _all(self, method: str, *args: Any) -> RayFuture[Any]:
         """Call every rank with the same arguments, stored once; rank 0 answers for all."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
@@ -39,12 +39,43 @@ def check_folders(config: DictConfig, hydra_run_dir: str, sweep: bool) -> None:
         ConfigError: in one line.
     """
     require(hydra_run_dir == ".", f"hydra.run.dir={hydra_run_dir} has no effect; use run.dir={hydra_run_dir}")
-    section = config.get("run")
-    if sweep and OmegaConf.is_dict(section):
-        written = OmegaConf.to_container(section, resolve=False)
-        folder = written.get("dir") if isinstance(written, dict) else None
+    if sweep and OmegaConf.is_dict(config.get("run")):
+        folder = _as_written(config.get("run")).get("dir")
         require(
             folder == RunSection.dir,
             f"run.dir={folder} has no effect in a sweep, whose jobs have folders of their own; "
             f"use hydra.sweep.dir={folder}",
         )
+
+
+def check_resume(config: DictConfig, hydra_sweep: Any, sweep: bool) -> None:
+    """Refuse resume=auto where the folder is another one each time: it would never find anything.
+
+    Args:
+        hydra_sweep: section `hydra.sweep`.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    if config.get("resume") != "auto":
+        return
+    if sweep:
+        require(
+            "${now:" not in str(_as_written(hydra_sweep).get("dir")),
+            "resume=auto looks for checkpoints in the jobs' folders, and those have the time in their names; write "
+            "hydra.sweep.dir=multirun/NAME",
+        )
+        return
+    section = _as_written(config.get("run"))
+    folder = str(section.get("dir")).replace("${run.name}", str(section.get("name")))
+    require(
+        "${now:" not in folder,
+        "resume=auto looks for checkpoints in the run's folder, and that has the time in its name; write run.name=NAME",
+    )
+
+
+def _as_written(section: Any) -> dict[Any, Any]:
+    """The values of a section before anything is put into them; empty if it is no section."""
+    values = OmegaConf.to_container(section, resolve=False) if OmegaConf.is_dict(section) else {}
+    assert isinstance(values, dict)
+    return values

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from rlhf.config.algo import GKD
-from rlhf.config.base import not_yet, refuse_unused, require, require_at_least, require_between, written
+from rlhf.config.base import refuse_unused, require, require_at_least, require_between, written
 from rlhf.config.cluster import Cluster
 from rlhf.config.data import DataCommon
 from rlhf.config.logger import Logger
@@ -48,7 +48,10 @@ class RunSection:
     seed: int = 0
     """Seeds data order, sampling and initialisation."""
     save_every: int = 0
-    """Write a Hugging Face checkpoint every so many steps; 0: only the final one."""
+    """Write a checkpoint every so many steps: a Hugging Face folder with the training state in it, from which `resume`
+    goes on. 0: only the final one, without training state."""
+    keep_last: int = 0
+    """Keep the newest so many of them and delete older ones; 0 keeps all. The final and the best one always stay."""
 
     def __post_init__(self) -> None:
         require(
@@ -70,6 +73,9 @@ class RunSection:
             require_between("run.epochs", self.epochs, 1, MOST_STEPS)
         require_between("run.seed", self.seed, 0, 2**31 - 1)
         require_at_least("run.save_every", self.save_every, 0)
+        require_at_least("run.keep_last", self.keep_last, 0)
+        if self.save_every == 0:
+            refuse_unused(self, "run", ("keep_last",), "with run.save_every=0", "use run.save_every=50")
 
 
 @dataclass(kw_only=True)
@@ -80,6 +86,8 @@ class Eval:
     """Held-out rows; 0 turns evaluation off."""
     every: int = 0
     """Also every so many steps; 0: only before the first and after the last."""
+    keep_best: bool = True
+    """With eval.every > 0: keep the weights with the lowest held-out forward KL as checkpoints/best."""
     responses: EvalResponses = EvalResponses.dataset
     """dataset | student: whose responses to the held-out prompts are scored."""
     max_response_tokens: int = 128
@@ -90,8 +98,10 @@ class Eval:
         require_at_least("eval.every", self.every, 0)
         require_at_least("eval.max_response_tokens", self.max_response_tokens, 1)
         if self.samples == 0:
-            unused = ("every", "responses", "max_response_tokens")
+            unused = ("every", "keep_best", "responses", "max_response_tokens")
             refuse_unused(self, "eval", unused, "with eval.samples=0 (no evaluation)", "use eval.samples=16")
+        if self.every == 0:
+            refuse_unused(self, "eval", ("keep_best",), "with eval.every=0", "use eval.every=10")
         if self.responses is EvalResponses.student:
             why = "with eval.responses=student"
             refuse_unused(self, "eval", ("max_response_tokens",), why, "use rollout.max_new_tokens")
@@ -113,7 +123,9 @@ class Run:
     eval: Eval
     """Held-out evaluation."""
     resume: str
-    """never; auto (continue where an earlier run of the same name stopped) is not available yet."""
+    """never | auto | FOLDER. auto: go on from the newest checkpoint in run.dir, or start at the beginning where there
+    is none. FOLDER: go on from a checkpoint, or from the newest one of a run; in place if it is in run.dir, else in a
+    new run."""
     model: Model
     """The student."""
     train: Train
@@ -140,8 +152,20 @@ class Run:
     def __post_init__(self) -> None:
         from rlhf.config.checks import check
 
-        if self.resume != "never":
-            raise not_yet(f"resume={written(self.resume)}", "resume=never")
+        require(
+            isinstance(self.resume, str) and bool(self.resume.strip()),
+            f"resume={written(self.resume)} must be never, auto, or the folder of a run or a checkpoint",
+        )
+        if self.resume == "auto":
+            require(
+                not self.run.overwrite,
+                "resume=auto continues what run.overwrite=true deletes; keep one",
+            )
+            require(
+                self.run.save_every > 0,
+                "resume=auto continues from what run.save_every writes, and run.save_every=0 writes nothing; "
+                "use e.g. run.save_every=50",
+            )
         check(self)
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +21,16 @@ from rlhf.types import Metrics
 
 if TYPE_CHECKING:
     from rlhf.loggers.console import Console
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The part of a run that sinks hold already."""
+
+    step: int
+    """The last one of it; what a sink has of later steps counts no more."""
+    wandb_id: str | None = None
+    """The W&B run to go on with."""
 
 
 class Sink(Protocol):
@@ -44,6 +55,8 @@ class MetricLog:
         self.sinks = [*sinks, *([console] if console else [])]
         self.seconds: dict[str, float] = {}
         """Sums of all `time/NAME` metrics by NAME, for the summary."""
+        self.wandb_id: str | None = None
+        """Of the W&B run, if there is one."""
 
     def log(self, step: int, metrics: Metrics) -> None:
         values = {name: float(value) for name, value in metrics.items()}
@@ -87,24 +100,37 @@ class MetricLog:
             print(f"warning: {key} failed and is off for the rest of the run: {reason}", file=sys.stderr)
 
 
-def build(spec: Logger, run_dir: Path, run_name: str, config: dict[str, Any], total_steps: int) -> MetricLog:
+def build(
+    spec: Logger,
+    run_dir: Path,
+    run_name: str,
+    config: dict[str, Any],
+    total_steps: int,
+    continued: Continued | None = None,
+) -> MetricLog:
     """The sinks that `spec` switches on. Raises ConfigError where one can't be used at all, before the run starts."""
     run_dir.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = []
+    wandb_id = None
     if spec.wandb:  # first: the one that may refuse, so that nothing else is open yet
         from rlhf.loggers.wandb import Wandb
 
-        sinks.append(Wandb(spec, run_dir, run_name, config))
+        wandb = Wandb(spec, run_dir, run_name, config, continued.wandb_id if continued else None)
+        wandb_id = wandb.id
+        sinks.append(wandb)
     if spec.tensorboard:
         from rlhf.loggers.tensorboard import Tensorboard
 
-        sinks.append(Tensorboard(run_dir, config))
+        sinks.append(Tensorboard(run_dir, config, continued.step if continued else None))
     if spec.jsonl:
         from rlhf.loggers.jsonl import Jsonl
 
         sinks.append(Jsonl(run_dir))
-    if not spec.console:
-        return MetricLog(sinks)
-    from rlhf.loggers.console import Console
+    console = None
+    if spec.console:
+        from rlhf.loggers.console import Console
 
-    return MetricLog(sinks, Console(total_steps))
+        console = Console(total_steps, first=continued.step if continued else 0)
+    log = MetricLog(sinks, console)
+    log.wandb_id = wandb_id
+    return log

@@ -74,9 +74,10 @@ class _RichConsole(rich.console.Console):
 
 
 class Console:
-    """The sink. `console` is for tests and for callers that print on the same one."""
+    """The sink. `first`: steps that an earlier part of the run has done. `console` is for tests and for callers that
+    print on the same one."""
 
-    def __init__(self, total_steps: int, console: rich.console.Console | None = None) -> None:
+    def __init__(self, total_steps: int, console: rich.console.Console | None = None, first: int = 0) -> None:
         self.console = console or _RichConsole(highlight=False)
         self._live = self.console.is_terminal and not self.console.is_dumb_terminal
         self._total = total_steps
@@ -97,7 +98,7 @@ class Console:
             speed_estimate_period=3600,  # the default, 30 seconds, forgets steps that take minutes
             disable=not self._live,
         )
-        self._task = self._progress.add_task("run", total=total_steps, phase="start")
+        self._task = self._progress.add_task("run", total=total_steps, completed=first, phase="start")
         self._progress.start()
 
     def phase(self, name: str) -> None:

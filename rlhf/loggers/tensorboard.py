@@ -14,9 +14,13 @@ from rlhf.types import Metrics
 
 
 class Tensorboard:
-    """Scalars a step; the configuration and the summary as texts."""
+    """Scalars a step; the configuration and the summary as texts.
 
-    def __init__(self, run_dir: Path, config: dict[str, Any]) -> None:
+    A run that goes on after step n writes a file of its own, which begins by taking back what others hold of later
+    steps.
+    """
+
+    def __init__(self, run_dir: Path, config: dict[str, Any], continued: int | None = None) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -24,8 +28,9 @@ class Tensorboard:
                 "logger.tensorboard=true needs the package tensorboard: pip install tensorboard, "
                 "or write logger.tensorboard=false"
             ) from error
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
-        self._text("config", config)
+        purge = None if continued is None else continued + 1
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+        self._text("config", config, continued or 0)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -38,7 +43,7 @@ class Tensorboard:
     def close(self) -> None:
         self._writer.close()
 
-    def _text(self, tag: str, values: dict[str, Any]) -> None:
+    def _text(self, tag: str, values: dict[str, Any], step: int = 0) -> None:
         """As indented lines, which Markdown shows as code."""
         lines = json.dumps(values, indent=2, default=str).splitlines()
-        self._writer.add_text(tag, "\n".join(f"    {line}" for line in lines))
+        self._writer.add_text(tag, "\n".join(f"    {line}" for line in lines), step)

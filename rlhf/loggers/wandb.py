@@ -39,9 +39,11 @@ def check(spec: Logger) -> None:
 
 
 class Wandb:
-    """One W&B run, with `step` as the axis of every chart."""
+    """One W&B run, with `step` as the axis of every chart. `id`: of the run to go on with."""
 
-    def __init__(self, spec: Logger, run_dir: Path, run_name: str, config: dict[str, Any]) -> None:
+    def __init__(
+        self, spec: Logger, run_dir: Path, run_name: str, config: dict[str, Any], id: str | None = None
+    ) -> None:
         check(spec)
         from wandb import Error, init
 
@@ -54,12 +56,15 @@ class Wandb:
                     config=config,
                     dir=run_dir,
                     mode=spec.wandb_mode.value,
+                    id=id,
+                    resume=None if id is None else "allow",
                     settings=_settings(spec),
                 )
         except Error as error:
             raise ConfigError(
                 f"logger=wandb: {one_line(error)}; mend it, or write logger.wandb_mode=offline"
             ) from error
+        self.id: str = self._run.id
         # Our own axis instead of W&B's counter, which refuses a second line for the same step.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -59,6 +59,10 @@ class RunSummary:
     """The final Hugging Face checkpoint."""
     saved: list[Path] | list[str] = field(default_factory=list)
     """Checkpoints on the way, oldest first."""
+    best: dict[str, Any] | None = None
+    """`path`, `step` and `eval/forward_kl` of the best one, if it is kept."""
+    resumed_from: int | None = None
+    """The step after which this part of the run began; what is above is of the whole run."""
     bad_rows: int = 0
     """Data rows that were left out."""
     roles: list[str] = field(default_factory=list)
@@ -92,7 +96,8 @@ def show(summary: RunSummary, console: rich.console.Console) -> None:
     console.print()
     in_steps = summary.phases.get("step", summary.seconds)
     pace = f", {in_steps / summary.steps:.1f} s a step" if summary.steps else ""
-    headline = f"Run {summary.name}: {summary.steps} steps in {_duration(summary.seconds)}{pace}"
+    resumed = f", resumed from step {summary.resumed_from}" if summary.resumed_from is not None else ""
+    headline = f"Run {summary.name}: {summary.steps} steps in {_duration(summary.seconds)}{pace}{resumed}"
     console.print(Text(headline, style="bold"), soft_wrap=True)
     if summary.eval_before or summary.eval_after:
         _section(console, "Held-out divergence from the teacher", _divergences(summary))
@@ -168,6 +173,9 @@ def _files(summary: RunSummary) -> Iterator[tuple[str, str]]:
     }
     yield from ((title, shown_path(run_dir / name)) for title, name in names.items() if (run_dir / name).exists())
     yield from (("checkpoint", shown_path(Path(path))) for path in summary.saved)
+    if summary.best:
+        noted = f"step {summary.best['step']}, forward KL {_number(summary.best['eval/forward_kl'])}"
+        yield "best", f"{shown_path(Path(summary.best['path']))} ({noted})"
     if summary.checkpoint:
         yield "final", shown_path(Path(summary.checkpoint))
 

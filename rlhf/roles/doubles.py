@@ -41,7 +41,7 @@ class Event(NamedTuple):
     """One call of a role that went well."""
 
     call: str
-    """update, generate, greedy, sleep, score, train, evaluate or save."""
+    """update, generate, greedy, sleep, score, train, evaluate, save, save_state or load_state."""
     version: int | None
     """Of the weights the role held after the call; None for the teacher, whose weights never change."""
     what: Any
@@ -107,6 +107,17 @@ class DoubleTrainer(Trainer):
         (folder / "version.txt").write_text(str(self.version), encoding="utf-8")
         self.events.append(Event("save", self.version, folder))
         return Done(None)
+
+    def save_state(self, folder: Path) -> Done[None]:
+        """The version is all there is to it."""
+        folder.mkdir(parents=True)
+        (folder / "rank_0.pt").write_text(str(self.version), encoding="utf-8")
+        self.events.append(Event("save_state", self.version, folder))
+        return Done(None)
+
+    def load_state(self, folder: Path) -> None:
+        self.version = int((folder / "rank_0.pt").read_text(encoding="utf-8"))
+        self.events.append(Event("load_state", self.version, folder))
 
 
 @dataclass

@@ -52,6 +52,14 @@ class Trainer(Protocol):
 
     def save(self, folder: Path) -> Future[None]: ...
 
+    def save_state(self, folder: Path) -> Future[None]:
+        """Write what continuing exactly from here needs, beside what `save` writes."""
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """Continue where `save_state` wrote; `version` says where that is."""
+        ...
+
 
 class Scorer(Protocol):
     """The teacher. Scores stay where they are used, keyed by sample id."""

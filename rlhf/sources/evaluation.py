@@ -42,10 +42,10 @@ class Evaluator:
     """Step -> token ids of the greedy completion of the first held-out prompt."""
 
     def due(self, step: int) -> bool:
-        """Step 0 is before the first; it and the last step always are."""
+        """Step 0 is before the first; it and the last step always are. What an earlier part of the run did isn't."""
         first_or_last = step in (0, self.total_steps)
         on_the_way = self.spec.every > 0 and step % self.spec.every == 0
-        return self.spec.samples > 0 and (first_or_last or on_the_way)
+        return self.spec.samples > 0 and (first_or_last or on_the_way) and step not in self.results
 
     def after_step(self, step: int, version: int) -> None:
         """Evaluate if it is due."""

@@ -35,6 +35,8 @@ class StepSource(ABC):
     seed: int
     phase: Callable[[str], None]
     """Told what is going on, for the progress bar."""
+    done: int = 0
+    """Steps that an earlier part of the run has trained on."""
 
     @abstractmethod
     def weights(self, step: int, seconds: Metrics) -> int:
@@ -45,7 +47,7 @@ class StepSource(ABC):
         """The rows' responses, in the order of the rows, and what there is to say about them."""
 
     def __iter__(self) -> Iterator[Experience]:
-        for step in range(1, self.steps + 1):
+        for step in range(self.done + 1, self.steps + 1):
             seconds: Metrics = {}
             version = self.weights(step, seconds)
             self.phase("eval")

@@ -1,4 +1,4 @@
-"""The optimizer steps of a finished run again, on its own samples, with a float32 trainer on the CPU."""
+"""The optimizer steps of a finished run again, on its own samples, in another number format or on another device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rlhf.preflight import check_inputs
 from rlhf.types import Experience
 
 
-def losses_on_cpu(run_dir: Path, overrides: list[str]) -> list[float]:
-    """train/loss of each step."""
+def replayed_losses(run_dir: Path, overrides: list[str], dtype: DType) -> list[float]:
+    """train/loss of each step, on the GPU if the process sees one."""
     register()
     with initialize_config_dir(str(PROJECT_ROOT / "conf"), version_base="1.3"):
         run = to_run(compose("config", overrides))
     inputs = check_inputs(run)
-    train = replace(run.train, dtype=DType.float32)
+    train = replace(run.train, dtype=dtype)
     trainer = MegatronTrainer(
         TrainerSetup(inputs.student, inputs.teacher, train, build_objective(run), inputs.steps, run.run.seed)
     )

@@ -15,7 +15,7 @@ from rlhf.backends.megatron.model import forward, load_model, select_rows
 from rlhf.backends.megatron.trainer import MegatronTrainer
 from rlhf.backends.megatron.weights import Checkpoint, export
 from rlhf.batching import pack
-from rlhf.config.train import LRSchedule, Train
+from rlhf.config.train import DType, LRSchedule, Train
 from rlhf.types import MicroBatchPlan
 from tests.integration.megatron import end_groups, experience_of, random_sequences, trainer_setup
 from tests.unit.tiny import save_tiny_llama
@@ -195,3 +195,25 @@ def test_learning_rate_follows_its_schedule_and_norms_are_not_decayed(pair: tupl
     decay = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
     for name, parameter in trainer.student.module.named_parameters():
         assert decay[id(parameter)] == (0.0 if "norm" in name else 0.1), name
+
+
+def test_bfloat16_weights_are_rounded_from_float32_ones(pair: tuple[Path, Path]) -> None:
+    """Updates too small for bfloat16 add up in the optimizer's copy: none is lost, though none shows at first."""
+    trainer = fresh_trainer(pair, train=Train(lr=2e-6, dtype=DType.bfloat16, weight_decay=0.0), steps=50)
+    optimizer = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])[0]
+    weights, mains = (
+        [parameter for group in groups for parameter in group]
+        for groups in (optimizer.float16_groups, optimizer.fp32_from_float16_groups)
+    )
+    assert {parameter.dtype for parameter in mains} == {torch.float32} and len(weights) == len(mains)
+    before = [parameter.detach().clone() for parameter in weights]
+    sequences = random_sequences(trainer.student.architecture.vocab, LENGTHS)
+    for step in range(1, 6):
+        experience = experience_of(sequences, step=step)
+        trainer.score(sequences, experience.minibatches)
+        trainer.train(experience)
+        for weight, main in zip(weights, mains, strict=True):
+            assert torch.equal(weight, main.to(torch.bfloat16))
+    shown = sum(int((a != b).sum()) for a, b in zip(before, weights, strict=True))
+    moved = sum(int((a.float() != b).sum()) for a, b in zip(before, mains, strict=True))
+    assert moved > 20 * shown and moved > 10_000

@@ -354,6 +354,16 @@ CONTRADICTIONS = {
     "data=hub data.name=a/b data.prompt_column=c data.response_column=c": "data.prompt_column=c and "
     "data.response_column=c are one column",
     "rollout.stop_tokens=[x,x]": "rollout.stop_tokens=['x', 'x'] names one twice; keep one",
+    "resume=null": "resume=null must be never, auto, or the folder of a run or a checkpoint",
+    "resume=3": "resume=3 must be never, auto, or the folder of a run or a checkpoint",
+    "resume=auto": "resume=auto continues from what run.save_every writes, and run.save_every=0 writes nothing; "
+    "use e.g. run.save_every=50",
+    "resume=auto run.save_every=1 run.overwrite=true": "resume=auto continues what run.overwrite=true deletes; "
+    "keep one",
+    "run.keep_last=2": "run.keep_last=2 has no effect with run.save_every=0; use run.save_every=50, or leave "
+    "run.keep_last=0",
+    "eval.keep_best=false": "eval.keep_best=false has no effect with eval.every=0; use eval.every=10, or leave "
+    "eval.keep_best=true",
     "rollout=none algo.lmbda=0.5": "algo.lmbda=0.5 trains on the student's own samples, and rollout=none starts no "
     "engine to take them; use algo.lmbda=0, or rollout=vllm",
     "rollout=none eval.responses=student": "eval.responses=student needs an engine, and rollout=none starts none; use "
@@ -375,8 +385,6 @@ CONTRADICTIONS = {
     "teacher.offload=true": "teacher.offload=true has no effect with cluster.device=cpu, where device and host memory "
     "are one; use cluster.device=cuda, or leave teacher.offload=false",
     "teacher=self teacher.ema_decay=2": "teacher.ema_decay must be in [0.0, 1.0], got 2.0",
-    "resume=auto": f"resume=auto {NOT_YET} resume=never",
-    "resume=null": f"resume=null {NOT_YET} resume=never",
 }
 
 
@@ -457,7 +465,7 @@ MISTAKES = {
     "temperature=1": "unknown key temperature; did you mean rollout.temperature or distill.temperature?",
     "train.steps=1": "unknown key train.steps; did you mean run.steps?",
     "runs.steps=1": "unknown key runs; did you mean run?",
-    "run.folder=x": "unknown key run.folder; run has dir, epochs, name, overwrite, save_every, seed, steps",
+    "run.folder=x": "unknown key run.folder; run has dir, epochs, keep_last, name, overwrite, save_every, seed, steps",
     "distill=fullvocab distill.k=8": "unknown key distill.k with distill=fullvocab; distill=topk has it",
     "teacher=none teacher.model=x": "unknown key teacher.model with teacher=none; teacher=colocated has it",
     "+algo.bta=1": "unknown key algo.bta; did you mean algo.beta?",
@@ -539,6 +547,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Run]:
     module.execute = execute  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rlhf.execute", module)
     monkeypatch.setattr(launch, "failed", [])
+    monkeypatch.setattr(launch, "jobs", [])
     monkeypatch.setattr(launch, "FULL_ERROR", False)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.chdir(tmp_path)
@@ -569,7 +578,10 @@ def test_one_bad_job_does_not_stop_a_sweep(
     assert [Path(run.run.dir).relative_to(Path.cwd()) for run in executed] == [Path("sweep/0"), Path("sweep/2")]
     out, err = capsys.readouterr()
     assert err == "error: job 1 (algo.beta=9): algo.beta must be in [0.0, 1.0], got 9.0\n"
-    assert out.split("\n\n") == ["\njob 0: algo.beta=0", "job 1: algo.beta=9", "job 2: algo.beta=1\n"]
+    *jobs, sweep = out.split("\n\n")
+    assert jobs == ["\njob 0: algo.beta=0", "job 1: algo.beta=9", "job 2: algo.beta=1"]
+    assert sweep.splitlines()[0].startswith("Sweep: 3 jobs, 1 of them without a result; ")
+    assert [line.split()[:2] for line in sweep.splitlines()[2:]] == [["0", "0"], ["2", "1"], ["1", "9"]]
 
 
 def test_a_sweep_that_works(executed: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,12 @@ def terminal(steps=16, width=80):
     return Console(steps, console)
 
 
+def test_the_bar_of_a_resumed_run_starts_where_it_was():
+    sink = Console(16, rich.console.Console(file=io.StringIO(), force_terminal=True), first=5)
+    assert sink._progress.tasks[0].completed == 5
+    sink.close()
+
+
 def lines(sink):
     sink.close()
     return sink.console.file.getvalue().splitlines()

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhf.config.logger import Logger, WandbMode
 from rlhf.errors import ConfigError, RlhfError
-from rlhf.loggers.base import MetricLog, build
+from rlhf.loggers.base import Continued, MetricLog, build
 from rlhf.loggers.jsonl import Jsonl, read
 
 NONE = {"console": False, "jsonl": False, "tensorboard": False}
@@ -112,6 +112,24 @@ def test_tensorboard_reads_back(tmp_path):
     assert '"steps": 2' in text["summary/text_summary"]
 
 
+def test_tensorboard_takes_back_what_came_after_the_step_resumed_from(tmp_path):
+    spec = Logger(**NONE | {"tensorboard": True})
+    log = build(spec, tmp_path, "name", {"part": 1}, 4)
+    for step in (1, 2, 3):
+        log.log(step, {"train/loss": step / 10})
+    log.sinks[0]._writer.flush()  # and no close: the process was killed
+    log = build(spec, tmp_path, "name", {"part": 2}, 4, Continued(step=2))
+    for step in (3, 4):
+        log.log(step, {"train/loss": float(step)})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = [(event.step, round(event.value, 3)) for event in events.Scalars("train/loss")]
+    assert scalars == [(1, 0.1), (2, 0.2), (3, 3.0), (4, 4.0)]
+    texts = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors("config/text_summary")]
+    assert [(step, b'"part": 1' in text) for step, text in texts] == [(0, True), (2, False)]
+
+
 def test_tensorboard_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"logger\.tensorboard=true needs .* pip install tensorboard"):
@@ -155,6 +173,25 @@ def test_wandb_offline_writes_files_and_uses_no_network(tmp_path, wandb_home, ca
         assert text.encode() in content
     with pytest.raises(BlockingIOError):
         wandb_home.accept()
+    out = capfd.readouterr()
+    assert (out.out, out.err) == ("", "")
+
+
+def test_wandb_goes_on_with_its_run(tmp_path, wandb_home, capfd):
+    spec = Logger(**NONE, wandb=True, wandb_mode=WandbMode.offline)
+    log = build(spec, tmp_path, "my-run", {}, 4)
+    first = log.wandb_id
+    log.log(1, {"train/loss": 0.5})
+    log.close()
+    log = build(spec, tmp_path, "my-run", {}, 4, Continued(step=1, wandb_id=first))
+    log.log(2, {"train/loss": 0.25})
+    log.close()
+    assert first and log.wandb_id == first
+    written = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert {path.stem for path in written} == {f"run-{first}"}
+    log = build(spec, tmp_path / "new", "other", {}, 4)
+    log.close()
+    assert log.wandb_id != first
     out = capfd.readouterr()
     assert (out.out, out.err) == ("", "")
 

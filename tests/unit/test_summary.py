@@ -57,6 +57,17 @@ def test_written_and_read_back(tmp_path):
     assert read(tmp_path).sample == summary.sample
 
 
+def test_a_resumed_run_says_so_and_the_best_checkpoint_is_listed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    summary = summary_of(tmp_path)
+    summary.resumed_from = 2
+    summary.best = {"path": str(tmp_path / "checkpoints" / "best"), "step": 4, "eval/forward_kl": 0.35}
+    write(summary, tmp_path)
+    lines = shown(read(tmp_path))
+    assert lines[1] == "Run gkd_small: 6 steps in 3 min 12 s, 30.0 s a step, resumed from step 2"
+    assert "  best         checkpoints/best (step 4, forward KL 0.3500)" in lines
+
+
 def test_shown_at_80_columns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "outputs" / "gkd_small"

@@ -48,6 +48,13 @@ class Teacher:
     def after_step(self) -> None:
         """The student has taken an optimizer step."""
 
+    def state(self) -> list[Tensor]:
+        """What a resumed run can't get from a checkpoint folder: to be filled in place, then `state_filled`."""
+        return []
+
+    def state_filled(self) -> None:
+        """The tensors of `state` have been read back."""
+
 
 class FrozenTeacher(Teacher):
     """A checkpoint of its own (teacher=colocated)."""
@@ -111,4 +118,12 @@ class AverageTeacher(Teacher):
         weights = zip(self.averages, self.model.module.parameters(), self.student.module.parameters(), strict=True)
         for average, mine, students in weights:
             average.lerp_(students.float(), 1 - self.decay)
+            mine.copy_(average)
+
+    def state(self) -> list[Tensor]:
+        return self.averages
+
+    @torch.no_grad()
+    def state_filled(self) -> None:
+        for average, mine in zip(self.averages, self.model.module.parameters(), strict=True):
             mine.copy_(average)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.algos.objective import RowBatch, Totals
-from rlhf.backends.megatron import optimizer, weights
+from rlhf.backends.megatron import optimizer, training_state, weights
 from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.model import architecture_of, forward, load_model, select_rows
 from rlhf.backends.megatron.partition import Partition
@@ -312,9 +312,42 @@ class MegatronTrainer:
 
         Rank 0 writes, with the help of those that share its model; copies of the model do nothing.
         """
-        from rlhf.export import save_hf
+        from rlhf.export import save_hf, writing
 
         if self.rank == 0:
-            save_hf(folder, self.student.tensors(), self.setup.student, dtype=self.setup.train.dtype.value)
+            with writing(folder):
+                save_hf(folder, self.student.tensors(), self.setup.student, dtype=self.setup.train.dtype.value)
         elif self.rank < self.setup.train.tensor_parallel:
             self.take_part_in_export()
+
+    # ---- training state ---------------------------------------------------------------------------------------------
+
+    @on_device
+    def save_state(self, folder: Path) -> None:
+        """Write what this process needs to go on from here. Every rank writes a file of its own.
+
+        Raises:
+            CheckpointError: a full disk, or a folder that isn't there for this process.
+        """
+        from rlhf.export import writing
+
+        with writing(folder):
+            training_state.save(folder, *self._state_parts())
+
+    @on_device
+    def load_state(self, folder: Path) -> int:
+        """Go on where `save_state` was called -> the version of the weights.
+
+        Raises:
+            CheckpointError: a file that can't be read, or is of another model or layout.
+        """
+        self.version = training_state.load(folder, *self._state_parts())
+        if self.teacher is not None:
+            self.teacher.state_filled()
+        return self.version
+
+    def _state_parts(self) -> tuple[Any, ...]:
+        first_copy = self.rank % self.setup.train.tensor_parallel  # tensor-parallel ranks are neighbours
+        sharded = self.setup.train.distributed_optimizer
+        past = [] if self.teacher is None else self.teacher.state()
+        return self.rank, first_copy, self.student.module, self.optimizer, self.schedule, sharded, past
