@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -250,4 +251,29 @@ def test_nothing_of_the_teacher_outlives_the_step(pair: tuple[Path, Path]) -> No
     kept = [scores.hidden for scores in trainer._scores.values()]
     assert sum(hidden.numel() for hidden in kept) == sequences.response_lengths.sum() * 64
     trainer.train(experience)
-    assert trainer._scores == {} and trainer._teacher_head is None
+    assert trainer._scores == {} and trainer._heads == {}
+
+
+def test_scores_of_the_next_step_are_kept_with_their_own_head(pair: tuple[Path, Path]) -> None:
+    """A source that runs ahead has step 2 scored before step 1 is trained on."""
+    trainer = trainer_of(pair[0], None, self_teacher=SelfTeacher(), k=None)
+    first = sequences_of(trainer)
+    second = replace(first, sample_ids=first.sample_ids + 100)
+    table = table_of(first, privileged_prompts(len(LENGTHS)))
+    losses = []
+    for sequences in (first, second):
+        trainer.score(*as_the_teacher_reads(sequences, experience_of(sequences).minibatches, table, 4096))
+    for sequences in (first, second):
+        student = as_transformers(trainer, pair[0])
+        losses.append(trainer.train(experience_of(sequences))["train/loss"])
+        with torch.no_grad():
+            rows = [
+                dense_rows(
+                    dense_logprobs(student, prompt, response),
+                    dense_logprobs(load(pair[0]), prompt if own is None else own, response),
+                    None,
+                )
+                for (prompt, response), own in zip(parts(sequences), privileged_prompts(len(LENGTHS)), strict=True)
+            ]
+        assert losses[-1] == pytest.approx(float(torch.cat(rows).mean()), rel=2e-5)
+    assert losses[0] != losses[1] and trainer._scores == {} and trainer._heads == {}

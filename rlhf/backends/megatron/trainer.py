@@ -71,8 +71,8 @@ class MegatronTrainer:
         self.rank = rank
         self.version = 0
         self._scores: dict[int, Any] = {}
-        self._teacher_head: Callable[[Tensor], VocabHead] | None = None
-        """What the scores' hidden rows belong to; None where they hold none."""
+        self._heads: dict[int, Callable[[Tensor], VocabHead]] = {}
+        """Sample id -> the head that its scores' hidden rows belong to, where they are hidden rows."""
         self._lent: list[Tensor] = []
         """What an engine on the same GPU is reading; see `buckets`."""
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -124,7 +124,8 @@ class MegatronTrainer:
                 for micro in self._micro_batches(sequences, minibatch.plan):
                     scores = distill.score(teacher.head(teacher.hidden_rows(micro)))
                     self._scores |= by_sample(scores, micro)
-        self._teacher_head = self.teacher.lasting_head() if distill.needs_teacher_head else None
+        if distill.needs_teacher_head:
+            self._heads |= dict.fromkeys(sequences.sample_ids.tolist(), self.teacher.lasting_head())
 
     def _joined_scores(self, micro: MicroBatch) -> Any:
         """The scores of a micro-batch's rows, in its order."""
@@ -152,8 +153,9 @@ class MegatronTrainer:
             grad_norm, lr = self._step()
             grad_norms.append(grad_norm)
             self.teacher.after_step()
-        self._scores.clear()
-        self._teacher_head = None
+        for sample_id in experience.sequences.sample_ids.tolist():
+            self._scores.pop(sample_id, None)
+            self._heads.pop(sample_id, None)
         return {
             **totals.means(optimizer_steps=len(experience.minibatches)),
             "train/grad_norm": float(np.mean(grad_norms)),
@@ -203,7 +205,7 @@ class MegatronTrainer:
                 target_weights=of_rows(minibatch.target_weights),
             )
             loss, totals = self.setup.objective.loss(
-                self.student.head(rows), self._joined_scores(micro), batch, self._teacher_head
+                self.student.head(rows), self._joined_scores(micro), batch, self._heads.get(micro.sample_ids[0])
             )
             return loss, torch.tensor(len(micro.rows), dtype=torch.int), totals
 
