@@ -11,7 +11,6 @@ from rlhf import assets, tokenizers
 from rlhf.backends.megatron.architecture import Architecture, refuse_unknown_fields
 from rlhf.backends.megatron.tensors import check_weights
 from rlhf.batching import steps_of
-from rlhf.config.algo import OPSD
 from rlhf.config.checks import check_schedule
 from rlhf.config.cluster import Device
 from rlhf.config.distill import TopK
@@ -59,6 +58,8 @@ def check_inputs(run: Run) -> Inputs:
     teacher = None
     if isinstance(run.teacher, ColocatedTeacher | StandaloneTeacher):
         teacher = _check_teacher(run, student, architecture, tokenizer)
+    elif isinstance(run.teacher, SelfTeacher):
+        _check_k(run, architecture.vocab)
     stop_token_ids = tokenizers.stop_token_ids(student, tokenizer, architecture.vocab)
     if not stop_token_ids:
         raise ModelError(f"{name} names no end-of-sequence token; add eos_token_id to its config")
@@ -71,7 +72,7 @@ def check_inputs(run: Run) -> Inputs:
         seed=run.run.seed,
         eval_samples=run.eval.samples,
         eval_needs_response=run.reads_reference_responses,
-        needs=Needs(response=run.lmbda < 1, teacher_prompt=isinstance(run.algo, OPSD)),
+        needs=Needs.of(run.algo, run.rollout),
     )
     _check_lesson(run, dataset)
     return Inputs(student, teacher, architecture, tokenizer, stop_token_ids, dataset, _steps(run, dataset))
@@ -144,12 +145,17 @@ def _check_teacher(run: Run, student: Path, architecture: Architecture, tokenize
         raise ModelError(f"model.path={run.model.path}, {name}: {error}") from error
     tokenizers.check_vocabulary(tokenizer, teacher.vocab, name)
     shared = min(architecture.vocab, teacher.vocab)
-    if isinstance(run.distill, TopK) and run.distill.k > shared:
-        raise ConfigError(
-            f"distill.k={run.distill.k} exceeds the vocabulary of {shared} tokens; use distill.k={shared} or less, or "
-            "distill=fullvocab"
-        )
+    _check_k(run, shared)
     return folder
+
+
+def _check_k(run: Run, vocabulary: int) -> None:
+    """A teacher has as many tokens as are asked for."""
+    if isinstance(run.distill, TopK) and run.distill.k > vocabulary:
+        raise ConfigError(
+            f"distill.k={run.distill.k} exceeds the vocabulary of {vocabulary} tokens; use distill.k={vocabulary} or "
+            "less, or distill=fullvocab"
+        )
 
 
 def students_prompts(run: Run) -> dict[str, int]:

@@ -90,6 +90,11 @@ def _check_responses(run: Run, algo: GKD) -> None:
             run.eval.samples == 0 or run.eval.responses is EvalResponses.dataset,
             f"eval.responses=student needs an engine, and {no_engine} starts none; use eval.responses=dataset",
         )
+    elif run.placement.max_staleness and run.lmbda < 1:
+        raise not_yet(
+            f"placement.max_staleness={run.placement.max_staleness} with algo.lmbda={run.lmbda:g}",
+            "algo.lmbda=1, or placement.max_staleness=0",
+        )
     elif algo.lmbda is None:  # given, it may be one value of a sweep
         why = "where every response is the student's own (algo.lmbda=null)"
         remedy = "use algo.lmbda=0.5 or rollout=none"

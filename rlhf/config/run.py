@@ -107,6 +107,13 @@ class Eval:
             refuse_unused(self, "eval", ("max_response_tokens",), why, "use rollout.max_new_tokens")
 
 
+def on_policy_share(algo: Any, rollout: Any) -> float:
+    """What `algo.lmbda` means."""
+    if isinstance(algo, GKD) and algo.lmbda is not None:
+        return algo.lmbda
+    return 0.0 if isinstance(rollout, NoRollout) else 1.0
+
+
 @dataclass(kw_only=True)
 class Run:
     """One run: every group and section, checked together on construction."""
@@ -163,11 +170,8 @@ class Run:
 
     @property
     def lmbda(self) -> float:
-        """Probability that a step trains on the student's own samples: what `algo.lmbda` means."""
-        given = self.algo.lmbda if isinstance(self.algo, GKD) else None
-        if given is not None:
-            return given
-        return 0.0 if isinstance(self.rollout, NoRollout) else 1.0
+        """Probability that a step trains on the student's own samples."""
+        return on_policy_share(self.algo, self.rollout)
 
     @property
     def engine(self) -> VllmRollout | None:

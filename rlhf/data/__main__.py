@@ -20,6 +20,7 @@ from rlhf.config.compose import sections_of
 from rlhf.config.messages import explain
 from rlhf.data.bad_rows import BadRows
 from rlhf.data.dataset import open_sources
+from rlhf.data.rows import Needs
 from rlhf.data.stream import survey
 from rlhf.data.survey_report import show
 from rlhf.errors import ConfigError
@@ -32,7 +33,7 @@ EXAMPLES = """examples:
   python -m rlhf.data hf://openai/gsm8k data.subset=main data.prompt_column=question data.response_column=answer
   python -m rlhf.data data=reasoning_gym data.task=chain_sum train.global_batch_samples=64
 
-The keys are those of rlhf.launch; data.*, eval.*, model.*, rollout.max_new_tokens and train.* matter here. Their
+The keys are those of rlhf.launch; algo, data.*, eval.*, model.*, rollout and train.* matter here. Their
 meaning: docs/configuration.md."""
 
 
@@ -64,11 +65,12 @@ def check(arguments: list[str], model: str | None, listed: int) -> int:
     spec, eval_spec = sections["data"], sections["eval"]
     path, key = (model, "--model") if model else (sections["model"].path, "model.path")
     tokenizer = tokenizers.load_tokenizer(assets.resolve(path, key=key))
+    needs = Needs.of(sections["algo"], sections["rollout"])
     console = rich.console.Console(highlight=False)
     unusable = False
     for source in open_sources(spec, seed, eval_spec.samples):
         if source is not None:
-            found = survey(source, tokenizer, spec, BadRows(shown=listed))
+            found = survey(source, tokenizer, spec, BadRows(shown=listed), needs)
             console.print(Text(f"{source.name}", style="bold"), soft_wrap=True)
             show(found, sections, console)
             unusable = unusable or found.bad.count > 0 or not found.prompt_lengths
@@ -89,7 +91,7 @@ def compose_keys(arguments: list[str]) -> tuple[dict[str, Any], int]:
                 raise ConfigError(f"{file} and {override} both name the rows; keep one")
         overrides = ["data=hub" if on_hub else "data=file", *overrides]
         values = {key: file}
-    sections = sections_of(overrides, ("data", "eval", "model", "train", "rollout", "run"), values)
+    sections = sections_of(overrides, ("algo", "data", "eval", "model", "train", "rollout", "run"), values)
     return sections, sections["run"].seed
 
 

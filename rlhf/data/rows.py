@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.config.algo import OPSD
+from rlhf.config.run import on_policy_share
 from rlhf.errors import one_line
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -49,6 +51,11 @@ class Needs:
 
     response: bool = False
     teacher_prompt: bool = False
+
+    @classmethod
+    def of(cls, algo: Any, rollout: Any) -> Needs:
+        """What these groups need."""
+        return cls(response=on_policy_share(algo, rollout) < 1, teacher_prompt=isinstance(algo, OPSD))
 
     def lacking(self, row: Row) -> str | None:
         """Why the row can't be used."""

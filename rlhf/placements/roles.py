@@ -144,7 +144,7 @@ def describe(run: Run, shared: bool) -> list[str]:
     kind = run.cluster.device.value
     without = f" without {len(run.model.drop_layers)} layers" if run.model.drop_layers else ""
     ahead = ", one step ahead" if run.placement.max_staleness else ""
-    engine = "engine: none, responses are the data's"
+    engine = "engine: none, responses are the data's; so there is no sample to show"
     if run.engine is not None:
         its = f"the same {run.engine.gpus} x {kind}" if shared else f"{run.engine.gpus} x {kind} of its own{ahead}"
         engine = f"engine: {its}, vLLM, {run.engine.dtype.value}"

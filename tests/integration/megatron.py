@@ -15,6 +15,7 @@ from rlhf.batching import plan_batch, token_mean_weights
 from rlhf.config.distill import Tail
 from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import Train
+from rlhf.data.table import PromptTable, pack
 from rlhf.distill.fullvocab import FullVocabDistill
 from rlhf.distill.topk import TopKDistill
 from rlhf.types import Experience, MiniBatch, Sequences, offsets_of
@@ -37,6 +38,26 @@ def random_sequences(vocab: int, lengths: list[tuple[int, int]], seed: int = 0) 
         offsets=offsets_of(total),
         prompt_lengths=np.array([prompt for prompt, _ in lengths], dtype=np.int32),
     )
+
+
+def table_of(sequences: Sequences, teacher_prompts: list[np.ndarray | None]) -> PromptTable:
+    """The rows that the sequences were made of."""
+    n = len(sequences)
+    return pack(
+        [row[:length] for row, length in zip(sequences.rows(), sequences.prompt_lengths, strict=True)],
+        [None] * n,
+        truncated=[False] * n,
+        wheres=[""] * n,
+        columns=[{}] * n,
+        teacher_prompts=teacher_prompts,
+    )
+
+
+def privileged_prompts(rows: int, seed: int = 7) -> list[np.ndarray | None]:
+    """Random prompts of ragged lengths for the teacher alone; every third row or so has none."""
+    rng = np.random.default_rng(seed)
+    lengths = [(9, None, 17, 2, 30, None, 14)[row % 7] for row in range(rows)]
+    return [None if length is None else rng.integers(0, 250, length).astype(np.int32) for length in lengths]
 
 
 def save_tiny_model(folder: Path, family: str, seed: int = 1, **shape: object) -> Path:

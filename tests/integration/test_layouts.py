@@ -17,9 +17,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf.backends.megatron.trainer import MegatronTrainer
+from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import DType, Train
+from rlhf.sources.privileged import as_the_teacher_reads
 from rlhf.types import Metrics
-from tests.integration.megatron import end_groups, experience_of, random_sequences, save_tiny_model, trainer_setup
+from tests.integration.megatron import (
+    end_groups,
+    experience_of,
+    privileged_prompts,
+    random_sequences,
+    save_tiny_model,
+    table_of,
+    trainer_setup,
+)
 from tests.integration.ranks import run_ranks
 
 STEPS = 3
@@ -46,6 +56,9 @@ class Case:
     layout: dict[str, Any]
     k: int | None
     micro_batch_tokens: int = 64
+    privileged: bool = False
+    """The teacher reads longer prompts of its own, in micro-batches of its own."""
+    self_teacher: SelfTeacher | None = None
 
 
 CASES = {
@@ -58,6 +71,10 @@ CASES = {
     "dp2-padded-full": Case("qwen3", DP2 | PADDED, None, micro_batch_tokens=40),
     "dp2-distributed-packed-full": Case("llama-tied", DP2 | dict(distributed_optimizer=True), None),
     "dp2-distributed-padded-topk": Case("qwen3", DP2 | PADDED | dict(distributed_optimizer=True), 8, 40),
+    "dp2-privileged-topk": Case("qwen3", DP2, 8, privileged=True),
+    "dp2-self-topk": Case("qwen3", DP2 | dict(distributed_optimizer=True), 8, 64, True, SelfTeacher()),
+    "tp2-sp-self-full": Case("llama-tied", TP2_SP, None, 64, True, SelfTeacher()),
+    "tp2-sp-average-full": Case("qwen3", TP2_SP, None, 64, True, SelfTeacher(ema_decay=0.5)),
 }
 
 
@@ -81,7 +98,8 @@ class Outcome:
 def train_case(case: Case, folder: Path, rank: int = 0, store: Any = None) -> Outcome:
     """Three optimizer steps and an evaluation."""
     train = Train(lr=3e-3, weight_decay=0.1, micro_batch_tokens=case.micro_batch_tokens, **case.layout)
-    setup = trainer_setup(folder / case.family, folder / "teacher", train=train, k=case.k)
+    teacher = None if case.self_teacher else folder / "teacher"
+    setup = trainer_setup(folder / case.family, teacher, train=train, k=case.k, self_teacher=case.self_teacher)
     end_groups()  # of a test before
     trainer = MegatronTrainer(setup, rank, store)
     steps = []
@@ -96,10 +114,12 @@ def train_case(case: Case, folder: Path, rank: int = 0, store: Any = None) -> Ou
             pad_multiple=train.pad_multiple,
             step=step,
         )
-        trainer.score(sequences, experience.minibatches)
+        table = table_of(sequences, privileged_prompts(len(LENGTHS)) if case.privileged else [None] * len(LENGTHS))
+        asked = as_the_teacher_reads(sequences, experience.minibatches, table, train.micro_batch_tokens)
+        trainer.score(*asked)
         steps.append(trainer.train(experience))
     plan = experience.minibatches[0].plan
-    evaluation = trainer.evaluate(sequences, plan)
+    evaluation = trainer.evaluate(sequences, plan, (asked[0], asked[1][0].plan))
     weights = {name: tensor.float().clone().numpy() for name, tensor in trainer.student.tensors()}
     end_groups()
     return Outcome(steps, evaluation, weights, [len(micro_batches) for micro_batches in plan.ranks])
@@ -175,7 +195,7 @@ def test_bfloat16_stays_close(name: str, folder: Path, outcomes: list[dict[str, 
 def test_the_cases_are_what_they_should_be(outcomes: list[dict[str, Outcome]]) -> None:
     """Training moved the models, and data-parallel ranks had different numbers of micro-batches somewhere."""
     for outcome in outcomes[0].values():
-        assert outcome.steps[0]["train/loss"] > 0.01
+        assert outcome.steps[0]["train/loss"] > 0.001
         assert outcome.steps[0]["train/grad_norm"] > 0.01
         assert len({step["train/loss"] for step in outcome.steps}) == STEPS
     assert outcomes[0]["dp2-padded-full"].micro_batches == outcomes[0]["dp2-distributed-padded-topk"].micro_batches

@@ -78,7 +78,9 @@ def test_an_off_policy_run_has_no_engine(world: list[str], tmp_path: Path) -> No
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert set(roles) == {"TrainerActor"}, "no EngineActor"
-    assert "engine: none, responses are the data's" in out and "before and after" not in out
+    assert (
+        "engine: none, responses are the data's; so there is no sample to show" in out and "before and after" not in out
+    )
     steps = metrics_of(tmp_path / "outputs" / "none")
     for step in (1, 2, 3):
         assert not {"time/sync", "time/rollout", "rollout/logprob_gap_mean"} & set(steps[step])
@@ -114,6 +116,7 @@ def test_opsd_from_the_live_policy_in_a_mixed_run(world: list[str], tmp_path: Pa
 
 REFUSED = [
     (["algo=opsd"], "no teacher_prompt, which algo=opsd needs"),
+    (["teacher=self", "distill.k=600"], "distill.k=600 exceeds the vocabulary of 512 tokens"),
     (["teacher=self"], "teacher=self has nothing to teach, since no row has a teacher_prompt"),
     (["data.max_teacher_length=500"], r"data.max_teacher_length=500 \+ rollout.max_new_tokens=16 is more than the 512"),
     (["algo.lmbda=0.5", "data.max_response_length=500"], r"data.max_length=64 \+ data.max_response_length=500 is more"),

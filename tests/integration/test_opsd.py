@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +16,20 @@ from rlhf.backends.megatron.trainer import MegatronTrainer
 from rlhf.backends.megatron.weights import export
 from rlhf.batching import plan_batch, plan_on_ranks, token_mean_weights
 from rlhf.config.teacher import SelfTeacher
-from rlhf.data.table import PromptTable, pack
 from rlhf.sources.privileged import as_the_teacher_reads, privileged_sequences
 from rlhf.types import BatchPlan, Experience, MicroBatchPlan, MiniBatch, Sequences
-from tests.integration.megatron import end_groups, experience_of, random_sequences, trainer_setup
+from tests.integration.megatron import (
+    end_groups,
+    experience_of,
+    privileged_prompts,
+    random_sequences,
+    table_of,
+    trainer_setup,
+)
 from tests.unit.tiny import save_tiny_llama
 
 LENGTHS = [(4, 12), (7, 5), (3, 21), (6, 6), (5, 9), (8, 17)]
-"""(prompt, response) of each sample; the teacher's prompts have these lengths, where it has its own."""
-PRIVILEGED = [9, None, 17, 2, 30, None]
+"""(prompt, response) of each sample."""
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +46,6 @@ def trainer_of(student: Path, teacher: Path | None, **kwargs: object) -> Megatro
 
 def sequences_of(trainer: MegatronTrainer) -> Sequences:
     return random_sequences(trainer.student.architecture.vocab, LENGTHS)
-
-
-def table_of(sequences: Sequences, teacher_prompts: list[np.ndarray | None]) -> PromptTable:
-    """The rows that the sequences were made of."""
-    n = len(sequences)
-    prompts = [row[:length] for row, length in zip(sequences.rows(), sequences.prompt_lengths, strict=True)]
-    return pack(
-        prompts,
-        [None] * n,
-        truncated=[False] * n,
-        wheres=[""] * n,
-        columns=[{}] * n,
-        teacher_prompts=teacher_prompts,
-    )
-
-
-def privileged_prompts(seed: int = 7) -> list[np.ndarray | None]:
-    rng = np.random.default_rng(seed)
-    return [None if n is None else rng.integers(0, 250, n).astype(np.int32) for n in PRIVILEGED]
 
 
 def dense_logprobs(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray) -> Tensor:
@@ -96,7 +83,7 @@ def test_privileged_loss_and_gradient_equal_dense_transformers(
 ) -> None:
     """Ragged lengths, several micro-batches that differ between student and teacher, rows with and without."""
     trainer = trainer_of(*pair, k=k)
-    sequences, prompts = sequences_of(trainer), privileged_prompts()
+    sequences, prompts = sequences_of(trainer), privileged_prompts(len(LENGTHS))
     budget = 60 if padding_free else 110
     experience = experience_of(sequences, micro_batch_tokens=budget, padding_free=padding_free)
     asked, asked_batches = as_the_teacher_reads(sequences, experience.minibatches, table_of(sequences, prompts), budget)
@@ -137,7 +124,7 @@ def test_a_teacher_prompt_that_is_the_prompt_is_plain_distillation(pair: tuple[P
 
 def test_evaluation_asks_the_teacher_what_it_reads(pair: tuple[Path, Path]) -> None:
     trainer = trainer_of(*pair)
-    sequences, prompts = sequences_of(trainer), privileged_prompts()
+    sequences, prompts = sequences_of(trainer), privileged_prompts(len(LENGTHS))
     plan = plan_batch(sequences.lengths, data_parallel=1, micro_batch_tokens=60)
     read = privileged_sequences(sequences, table_of(sequences, prompts))
     assert read is not None
@@ -193,7 +180,7 @@ def as_transformers(trainer: MegatronTrainer, folder: Path) -> torch.nn.Module:
 def test_scores_of_several_optimizer_steps_are_of_one_version(pair: tuple[Path, Path], k: int | None) -> None:
     """The second step's teacher is the student before the first, hidden rows and head alike."""
     trainer = trainer_of(pair[0], None, self_teacher=SelfTeacher(), k=k)
-    sequences, prompts = sequences_of(trainer), privileged_prompts()
+    sequences, prompts = sequences_of(trainer), privileged_prompts(len(LENGTHS))
     minibatches = halves(sequences)
     trainer.score(*as_the_teacher_reads(sequences, minibatches, table_of(sequences, prompts), 200))
     before = load(pair[0])
@@ -221,7 +208,7 @@ def test_scores_of_several_optimizer_steps_are_of_one_version(pair: tuple[Path, 
 
 def test_an_average_of_the_student_teaches(pair: tuple[Path, Path]) -> None:
     trainer = trainer_of(pair[0], None, self_teacher=SelfTeacher(ema_decay=0.75), k=None)
-    sequences, prompts = sequences_of(trainer), privileged_prompts()
+    sequences, prompts = sequences_of(trainer), privileged_prompts(len(LENGTHS))
     average = dict(export(trainer.student.module, trainer.student.architecture))
     average = {name: weight.clone() for name, weight in average.items()}
     for step in (1, 2, 3):
@@ -264,4 +251,29 @@ def test_nothing_of_the_teacher_outlives_the_step(pair: tuple[Path, Path]) -> No
     kept = [scores.hidden for scores in trainer._scores.values()]
     assert sum(hidden.numel() for hidden in kept) == sequences.response_lengths.sum() * 64
     trainer.train(experience)
-    assert trainer._scores == {} and trainer._teacher_head is None
+    assert trainer._scores == {} and trainer._heads == {}
+
+
+def test_scores_of_the_next_step_are_kept_with_their_own_head(pair: tuple[Path, Path]) -> None:
+    """A source that runs ahead has step 2 scored before step 1 is trained on."""
+    trainer = trainer_of(pair[0], None, self_teacher=SelfTeacher(), k=None)
+    first = sequences_of(trainer)
+    second = replace(first, sample_ids=first.sample_ids + 100)
+    table = table_of(first, privileged_prompts(len(LENGTHS)))
+    losses = []
+    for sequences in (first, second):
+        trainer.score(*as_the_teacher_reads(sequences, experience_of(sequences).minibatches, table, 4096))
+    for sequences in (first, second):
+        student = as_transformers(trainer, pair[0])
+        losses.append(trainer.train(experience_of(sequences))["train/loss"])
+        with torch.no_grad():
+            rows = [
+                dense_rows(
+                    dense_logprobs(student, prompt, response),
+                    dense_logprobs(load(pair[0]), prompt if own is None else own, response),
+                    None,
+                )
+                for (prompt, response), own in zip(parts(sequences), privileged_prompts(len(LENGTHS)), strict=True)
+            ]
+        assert losses[-1] == pytest.approx(float(torch.cat(rows).mean()), rel=2e-5)
+    assert losses[0] != losses[1] and trainer._scores == {} and trainer._heads == {}

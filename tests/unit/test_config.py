@@ -390,7 +390,12 @@ CONTRADICTIONS = {
     "data.max_length=256 + data.max_response_length=512 tokens; use at least 768",
     "data.max_teacher_length=4000": "train.micro_batch_tokens=4096 can't hold one sample of "
     "data.max_teacher_length=4000 + rollout.max_new_tokens=128 tokens; use at least 4128",
-    "algo=opsd teacher=none": "algo=opsd needs a teacher, got teacher=none; use teacher=colocated",
+    "algo=opsd teacher=none": "algo=opsd needs a teacher, got teacher=none; use teacher=colocated or "
+    "teacher=standalone",
+    "placement=separate placement.max_staleness=1 algo.lmbda=0.5": "placement.max_staleness=1 with algo.lmbda=0.5 "
+    f"{NOT_YET} algo.lmbda=1, or placement.max_staleness=0",
+    "placement=separate rollout=none": "placement=separate gives the engine devices of its own, and rollout=none "
+    "starts none; use placement=colocate",
     "algo=opsd distill=none": "algo=opsd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
     "algo.seq_kd=true": f"algo.seq_kd=true (it needs a teacher that generates) {NOT_YET} algo.seq_kd=false, with "
     "responses the teacher wrote before: rollout=none data=file data.path=FILE",
@@ -447,6 +452,9 @@ def test_run_checks_itself_on_construction() -> None:
     changed = dataclasses.replace(run.train, micro_batch_tokens=10)
     with pytest.raises(ConfigError, match="can't hold one sample"):
         dataclasses.replace(run, train=changed)
+    apart = "gives the engine devices of its own, and rollout=none starts none; use placement=colocate"
+    with pytest.raises(ConfigError, match=apart):
+        dataclasses.replace(run_of("rollout=none"), placement="separate")
     with pytest.raises(ConfigError, match="shares one set of devices"):
         dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, gpus=2))
 
@@ -467,7 +475,7 @@ MISTAKES = {
     "~algo": "algo must be an option of its group; choose one of algo=gkd, algo=grpo, algo=opsd",
     "algo._target_=os.system": "algo must be an option of its group; choose one of algo=gkd, algo=grpo, algo=opsd",
     "recipes=demo": "recipes has no default; write +recipes=demo",
-    "+recipes=dem": "recipes=dem doesn't exist; did you mean demo?; options: demo",
+    "+recipes=dem": "recipes=dem doesn't exist; did you mean demo?; options: demo, opsd",
     # unknown keys
     "algo.bta=1": "unknown key algo.bta; did you mean algo.beta?",
     "beta=1": "unknown key beta; did you mean algo.beta?",

@@ -53,6 +53,20 @@ def test_the_keys_are_the_launchers(tmp_path: Path, model: str, capsys: pytest.C
     assert "no batch can be made: a sample of " in capsys.readouterr().out
 
 
+def test_what_the_run_needs_of_its_rows(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "how many", "response": "two", "teacher_prompt": "two"}, {"prompt": "how many", "response": "x"}]
+    file = write(tmp_path / "rows.jsonl", [*rows, {"prompt": "how many"}])
+    assert main([file, "--model", model, "rollout=none", "data.max_response_length=20"]) == 1
+    out = capsys.readouterr().out
+    assert "2 rows can be used, 1 can't" in out and "1 x no reference response" in out
+    assert "1 rows have a teacher_prompt" in out and "with responses of data.max_response_length=20" in out
+    assert main([file, "--model", model, "algo=opsd"]) == 1
+    assert "2 x no teacher_prompt, which algo=opsd needs" in capsys.readouterr().out
+    assert main([file, "--model", model, "algo.lmbda=0.5", "data.preprocessor=opsd_reference_solution"]) == 1
+    out = capsys.readouterr().out
+    assert "1 x data.preprocessor=opsd_reference_solution raised ValueError: no reference response" in out
+
+
 def test_a_file_without_rows_fails(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([write(tmp_path / "EMPTY.JSONL", [" "]), "--model", model]) == 1
     assert capsys.readouterr().out.endswith("0 rows can be used, 0 can't\n")

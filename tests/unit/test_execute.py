@@ -25,7 +25,7 @@ from rlhf.config.logger import Logger
 from rlhf.config.model import Model
 from rlhf.config.placement import Colocate, Separate
 from rlhf.config.reward import NoReward
-from rlhf.config.rollout import VllmRollout
+from rlhf.config.rollout import NoRollout, VllmRollout
 from rlhf.config.run import Eval, Run, RunSection
 from rlhf.config.teacher import ColocatedTeacher
 from rlhf.config.train import DType, Train
@@ -162,6 +162,11 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
 def test_largest_gap(rollout: DType, trainer: DType, given: float | None, expected: float, tmp_path: Path) -> None:
     run = run_of(tmp_path, rollout=VllmRollout(dtype=rollout, logprob_gap_warning=given), train=Train(dtype=trainer))
     assert largest_gap(run) == expected
+
+
+def test_without_an_engine_there_is_no_gap(tmp_path: Path) -> None:
+    run = run_of(tmp_path, rollout=NoRollout())
+    assert largest_gap(run) == math.inf and build_objective(run).sampler_temperature is None
 
 
 def test_saved_text(tmp_path: Path) -> None:

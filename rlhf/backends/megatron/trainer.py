@@ -74,8 +74,8 @@ class MegatronTrainer:
         self.rank = rank
         self.version = 0
         self._scores: dict[int, Any] = {}
-        self._teacher_head: Callable[[Tensor], VocabHead] | None = None
-        """What the scores' hidden rows belong to; None where they hold none."""
+        self._heads: dict[int, Callable[[Tensor], VocabHead]] = {}
+        """Sample id -> the head that its scores' hidden rows belong to, where they are hidden rows."""
         self._lent: list[Tensor] = []
         """What an engine on the same GPU is reading; see `buckets`."""
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -100,8 +100,7 @@ class MegatronTrainer:
         lone = None if setup.teacher_head is None else load_head(setup.teacher_head, dtype, partition)
         self.head_of_teacher = self.teacher or lone
         """Puts the teacher's LM head on hidden rows; None where none are kept."""
-        if lone is not None:
-            self._teacher_head = lone.head
+        self._lone_head = None if lone is None else lone.head
         self.ddp, self.optimizer, self.schedule = optimizer.wrap(self.student.module, setup.train, setup.steps)
 
     def _partition(self) -> Partition:
@@ -133,7 +132,8 @@ class MegatronTrainer:
                 for micro in self._micro_batches(sequences, minibatch.plan):
                     scores = distill.score(teacher.head(teacher.hidden_rows(micro)))
                     self._scores |= by_sample(scores, micro)
-        self._teacher_head = self.teacher.lasting_head() if distill.needs_teacher_head else None
+        if distill.needs_teacher_head:
+            self._heads |= dict.fromkeys(sequences.sample_ids.tolist(), self.teacher.lasting_head())
 
     def _joined_scores(self, micro: MicroBatch, held: Mapping[int, Any]) -> Any:
         """The scores of a micro-batch's rows, in its order."""
@@ -178,10 +178,9 @@ class MegatronTrainer:
             grad_norms.append(grad_norm)
             if self.teacher is not None:
                 self.teacher.after_step()
-        for sample_id in experience.sequences.sample_ids:  # others may be there already, of the next step
-            self._scores.pop(int(sample_id), None)
-        if self.teacher is not None and not self._scores:
-            self._teacher_head = None
+        for sample_id in experience.sequences.sample_ids.tolist():  # others may be there already, of the next step
+            self._scores.pop(sample_id, None)
+            self._heads.pop(sample_id, None)
         return {
             **totals.means(optimizer_steps=len(experience.minibatches)),
             "train/grad_norm": float(np.mean(grad_norms)),
@@ -231,7 +230,10 @@ class MegatronTrainer:
                 target_weights=of_rows(minibatch.target_weights),
             )
             loss, totals = self.setup.objective.loss(
-                self.student.head(rows), self._joined_scores(micro, self._scores), batch, self._teacher_head
+                self.student.head(rows),
+                self._joined_scores(micro, self._scores),
+                batch,
+                self._heads.get(micro.sample_ids[0], self._lone_head),
             )
             return loss, torch.tensor(len(micro.rows), dtype=torch.int), totals
 
