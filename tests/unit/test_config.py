@@ -494,7 +494,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Run]:
     """The runs that the command in this process would execute; `run.seed=13` is a bug."""
     runs: list[Run] = []
 
-    def execute(run: Run, config: object) -> float:
+    def execute(run: Run, config: object, sweep: bool) -> float:
         if run.run.seed == 13:
             raise AssertionError("a bug")
         runs.append(run)
@@ -535,6 +535,21 @@ def test_one_bad_job_does_not_stop_a_sweep(
     out, err = capsys.readouterr()
     assert err == "error: job 1 (algo.beta=9): algo.beta must be in [0.0, 1.0], got 9.0\n"
     assert out.split("\n\n") == ["\njob 0: algo.beta=0", "job 1: algo.beta=9", "job 2: algo.beta=1\n"]
+
+
+def test_resume_auto_needs_a_folder_it_can_find_again(
+    executed: list[Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    auto = ["resume=auto", "run.save_every=1"]
+    assert launched(monkeypatch, *auto) == 1
+    assert launched(monkeypatch, "-m", *auto) == 1
+    named, swept = capsys.readouterr().err.splitlines()
+    assert named.startswith("error: resume=auto looks for ") and named.endswith("write run.name=NAME")
+    assert swept.startswith("error: job 0 (") and swept.endswith("write hydra.sweep.dir=multirun/NAME")
+    assert not executed
+    assert launched(monkeypatch, *auto, "run.name=mine") == 0
+    assert launched(monkeypatch, "-m", *auto, "hydra.sweep.dir=multirun/mine") == 0
+    assert [run.run.dir.removeprefix(f"{Path.cwd()}/") for run in executed] == ["outputs/mine", "multirun/mine/0"]
 
 
 def test_a_sweep_that_works(executed: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
