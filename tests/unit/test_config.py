@@ -541,15 +541,15 @@ def test_resume_auto_needs_a_folder_it_can_find_again(
     executed: list[Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     auto = ["resume=auto", "run.save_every=1"]
+    assert launched(monkeypatch, *auto, "run.name=mine") == 0
+    assert launched(monkeypatch, "-m", *auto, "hydra.sweep.dir=multirun/mine") == 0
+    assert [run.run.dir.removeprefix(f"{Path.cwd()}/") for run in executed] == ["outputs/mine", "multirun/mine/0"]
     assert launched(monkeypatch, *auto) == 1
     assert launched(monkeypatch, "-m", *auto) == 1
     named, swept = capsys.readouterr().err.splitlines()
     assert named.startswith("error: resume=auto looks for ") and named.endswith("write run.name=NAME")
     assert swept.startswith("error: job 0 (") and swept.endswith("write hydra.sweep.dir=multirun/NAME")
-    assert not executed
-    assert launched(monkeypatch, *auto, "run.name=mine") == 0
-    assert launched(monkeypatch, "-m", *auto, "hydra.sweep.dir=multirun/mine") == 0
-    assert [run.run.dir.removeprefix(f"{Path.cwd()}/") for run in executed] == ["outputs/mine", "multirun/mine/0"]
+    assert len(executed) == 2
 
 
 def test_a_sweep_that_works(executed: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
