@@ -555,7 +555,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Run]:
     """The runs that the command in this process would execute; `run.seed=13` is a bug."""
     runs: list[Run] = []
 
-    def execute(run: Run, config: object) -> float:
+    def execute(run: Run, config: object, sweep: bool) -> float:
         if run.run.seed == 13:
             raise AssertionError("a bug")
         runs.append(run)
@@ -600,6 +600,21 @@ def test_one_bad_job_does_not_stop_a_sweep(
     assert jobs == ["\njob 0: algo.beta=0", "job 1: algo.beta=9", "job 2: algo.beta=1"]
     assert sweep.splitlines()[0].startswith("Sweep: 3 jobs, 1 of them without a result; ")
     assert [line.split()[:2] for line in sweep.splitlines()[2:]] == [["0", "0"], ["2", "1"], ["1", "9"]]
+
+
+def test_resume_auto_needs_a_folder_it_can_find_again(
+    executed: list[Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    auto = ["resume=auto", "run.save_every=1"]
+    assert launched(monkeypatch, *auto, "run.name=mine") == 0
+    assert launched(monkeypatch, "-m", *auto, "hydra.sweep.dir=multirun/mine") == 0
+    assert [run.run.dir.removeprefix(f"{Path.cwd()}/") for run in executed] == ["outputs/mine", "multirun/mine/0"]
+    assert launched(monkeypatch, *auto) == 1
+    assert launched(monkeypatch, "-m", *auto) == 1
+    named, swept = capsys.readouterr().err.splitlines()
+    assert named.startswith("error: resume=auto looks for ") and named.endswith("write run.name=NAME")
+    assert swept.startswith("error: job 0 (") and swept.endswith("write hydra.sweep.dir=multirun/NAME")
+    assert len(executed) == 2
 
 
 def test_a_sweep_that_works(executed: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    get_cuda_rng_tracker().set_states(states["megatron"])
+    get_cuda_rng_tracker().set_states({name: state.clone() for name, state in states["megatron"].items()})
 
 
 def _fill(parameter: Tensor, stored: Tensor, folder: Path) -> None:
