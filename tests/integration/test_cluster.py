@@ -99,6 +99,12 @@ def test_what_is_late_is_named(ranks: list[Process]) -> None:
         wait_for([ranks[0].call("work", 0), ranks[1].call("hang")], timeout_s=0.5)
 
 
+def test_too_few_devices_are_named_before_a_role_starts(two_devices: RayCluster) -> None:
+    """Trainer, engine and standalone teacher on a cluster with two slots."""
+    with pytest.raises(ClusterError, match=r"^the run needs 3 device\(s\), the Ray cluster has 2 .* or teacher\.gpus$"):
+        RayCluster(Cluster(), bundles=3)
+
+
 def test_devices_of_a_node_share_its_cores(two_devices: RayCluster, ranks: list[Process]) -> None:
     assert len(two_devices.nodes) == 2 and len(set(two_devices.nodes)) == 1
     cores = len(os.sched_getaffinity(0))

@@ -92,7 +92,9 @@ class VllmScorer:
             if len(every_row) != len(ids) or list(output.prompt_token_ids) != ids.tolist():
                 raise MisalignedScores(f"vLLM returned {len(every_row)} hidden rows for {len(ids)} tokens")
             rows = response_rows(len(ids), int(sequences.prompt_lengths[sample]))
-            hidden.append(every_row[torch.from_numpy(rows)].to(self.dtype))  # vLLM hands them out in float32
+            hidden.append(
+                every_row[torch.from_numpy(rows).to(every_row.device)].to(self.dtype)
+            )  # vLLM hands them out in float32
             targets.append(ids[rows + 1])
         return torch.cat(hidden), [len(part) for part in targets], np.concatenate(targets)
 
