@@ -94,6 +94,17 @@ def test_a_stream_ends_when_who_helps_with_it_dies(ranks: list[Process]) -> None
         list(stream)
 
 
+def test_a_stream_ends_when_who_receives_it_dies(ranks: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broadcast waits for a receiver that is gone, and nothing else fails."""
+    monkeypatch.setattr(module, "STUCK_S", 0.2)
+    monkeypatch.setattr(module, "NOTICE_S", 2.0)
+    stream = iterate(ranks[0].call("stream", 1, True), [])
+    next(stream)
+    ray.kill(ranks[1].actor)
+    with pytest.raises(RoleDied, match=r"^the trainer rank 1 process ended unexpectedly"):
+        next(stream)
+
+
 def test_what_is_late_is_named(ranks: list[Process]) -> None:
     with pytest.raises(ClusterError, match=r"the trainer rank 1 process was not ready within .*=0\.5 seconds"):
         wait_for([ranks[0].call("work", 0), ranks[1].call("hang")], timeout_s=0.5)

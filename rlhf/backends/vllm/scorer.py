@@ -3,7 +3,7 @@
 vLLM runs the teacher as a pooling model, which gives the final hidden rows after the last norm. Everything else happens
 here, as in the trainer with a colocated teacher: rows are picked by the one alignment, the head is put on response rows
 only, and `distill` keeps what it keeps. So both kinds of teacher give the same scores, at any temperature, and no limit
-of vLLM on log-probabilities applies. It is faster than vLLM's own prompt log-probabilities, too.
+of vLLM on log-probabilities applies.
 """
 
 from __future__ import annotations
