@@ -33,6 +33,9 @@ GPU = "GPU"
 
 CONNECT_TIMEOUT_S = 10.0
 
+STUCK_S = 30.0
+"""After so long without a bucket of weights, look whether every process is still there."""
+
 NOTICE_S = 5.0
 """How long Ray may take to notice that a process ended. The others notice by a broken connection, which says less."""
 
@@ -96,7 +99,10 @@ def wait_for(calls: list[Call], timeout_s: float | None = None) -> list[Any]:
 def iterate(stream: Call, others: list[Call]) -> Iterator[Any]:
     """The references of a streaming call, while other processes do their part; a failure of theirs ends the stream."""
     while True:
-        ready, _ = ray.wait([stream.reference, *(call.reference for call in others)], fetch_local=False)
+        waiting = [stream.reference, *(call.reference for call in others)]
+        ready, _ = ray.wait(waiting, timeout=STUCK_S, fetch_local=False)
+        if not ready:  # a collective with a process that is gone may never return
+            refuse_ended(stream.process.peers)
         done = [call for call in others if call.reference in ready]
         wait_for(done)
         others = [call for call in others if call not in done]
@@ -121,11 +127,16 @@ def plain_failures(process: Process) -> Iterator[None]:
             reason = reason.cause
         if isinstance(reason, RlhfError):
             raise reason from None
-        for died, words in ended(process.peers):
-            raise RoleDied(f"the {died.name} process ended unexpectedly: {words}") from error
+        refuse_ended(process.peers, error)
         if isinstance(reason, RayError):
             raise ClusterError(f"Ray failed while the {process.name} was at work: {last_words(reason)}") from error
         raise RoleFailed(f"the {process.name} failed with {type(reason).__name__}: {last_words(reason)}") from error
+
+
+def refuse_ended(processes: list[Process], error: BaseException | None = None) -> None:
+    """Raise RoleDied, because of `error`, if one of them is no more."""
+    for died, words in ended(processes):
+        raise RoleDied(f"the {died.name} process ended unexpectedly: {words}") from error
 
 
 def ended(processes: list[Process]) -> Iterator[tuple[Process, str]]:

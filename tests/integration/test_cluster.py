@@ -94,9 +94,26 @@ def test_a_stream_ends_when_who_helps_with_it_dies(ranks: list[Process]) -> None
         list(stream)
 
 
+def test_a_stream_ends_when_who_receives_it_dies(ranks: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broadcast waits for a receiver that is gone, and nothing else fails."""
+    monkeypatch.setattr(module, "STUCK_S", 0.2)
+    monkeypatch.setattr(module, "NOTICE_S", 2.0)
+    stream = iterate(ranks[0].call("stream", 1, True), [])
+    next(stream)
+    ray.kill(ranks[1].actor)
+    with pytest.raises(RoleDied, match=r"^the trainer rank 1 process ended unexpectedly"):
+        next(stream)
+
+
 def test_what_is_late_is_named(ranks: list[Process]) -> None:
     with pytest.raises(ClusterError, match=r"the trainer rank 1 process was not ready within .*=0\.5 seconds"):
         wait_for([ranks[0].call("work", 0), ranks[1].call("hang")], timeout_s=0.5)
+
+
+def test_too_few_devices_are_named_before_a_role_starts(two_devices: RayCluster) -> None:
+    """Trainer, engine and standalone teacher on a cluster with two slots."""
+    with pytest.raises(ClusterError, match=r"^the run needs 3 device\(s\), the Ray cluster has 2 .* or teacher\.gpus$"):
+        RayCluster(Cluster(), bundles=3)
 
 
 def test_devices_of_a_node_share_its_cores(two_devices: RayCluster, ranks: list[Process]) -> None:

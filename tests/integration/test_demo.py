@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from rlhf import assets
 from rlhf.config.data import ReasoningGymData
 from rlhf.config.model import SmolLM2With24Layers
+from rlhf.config.registry import PROJECT_ROOT
 from rlhf.data.dataset import load
 from rlhf.report.summary import read
 from rlhf.tokenizers import load_tokenizer
@@ -49,6 +50,18 @@ def test_demo_heals_the_student(tmp_path: Path) -> None:
     text = tokenizer.decode(answer, skip_special_tokens=True)
     assert summary.sample["after"].startswith(text[: len(text) // 2])
     assert load_tokenizer(teacher).get_vocab() == tokenizer.get_vocab()
+
+
+@pytest.mark.slow
+def test_the_first_commands_of_the_readme(tmp_path: Path) -> None:
+    """As they are written there."""
+    lines = (PROJECT_ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    commands = [line.partition("#")[0].split() for line in lines if line.startswith("    python -m rlhf.launch ")]
+    assert commands[1][3:] == ["placement=separate", "teacher=standalone", "run.steps=2"]
+    for command in commands[:2]:
+        done = launch(command[3:], tmp_path, timeout=1800)
+        assert done.returncode == 0, done.stderr
+        time.sleep(1)  # their folders are named by the second
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def slow(method: Callable[..., Any], seconds: float) -> Callable[..., Later]:
     return lambda *args, **kwargs: Later(method(*args, **kwargs).result(), seconds)
 
 
-ROLLOUT, TRAIN = 0.2, 0.15
+ROLLOUT, TRAIN = 0.3, 0.2
 
 
 def slow_run(bench: Bench, folder: Path) -> tuple[list[dict[str, float]], float]:

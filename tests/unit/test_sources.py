@@ -11,12 +11,14 @@ import pytest
 
 from rlhf.batching import pack, plan_batch, plan_on_ranks, response_rows
 from rlhf.config.algo import GKD
+from rlhf.config.placement import Separate
 from rlhf.config.rollout import NoRollout, VllmRollout
 from rlhf.config.run import Eval
 from rlhf.config.train import Train
 from rlhf.data.cursor import TableCursor
 from rlhf.data.table import PromptTable
 from rlhf.errors import ConfigError
+from rlhf.sources.ahead import AheadSource, Background
 from rlhf.sources.build import source_of
 from rlhf.sources.dataset import DatasetSource
 from rlhf.sources.live import LiveSource
@@ -148,8 +150,17 @@ def test_the_configuration_chooses_the_source(lmbda: float | None, rollout: Any,
     fields = {field.name: getattr(live, field.name) for field in dataclasses.fields(live)}
     engine = fields.pop("engine")
     del fields["rollout"]
-    source = source_of(run_of_config(tmp_path, algo=GKD(lmbda=lmbda), rollout=rollout), engine, **fields)
-    assert type(source) is kind
+    run = run_of_config(tmp_path, algo=GKD(lmbda=lmbda), rollout=rollout)
+    assert type(source_of(run, engine, Background(), **fields)) is kind
+
+
+def test_one_step_ahead_is_a_source_of_its_own(tmp_path: Path) -> None:
+    live = Bench().source()
+    fields = {field.name: getattr(live, field.name) for field in dataclasses.fields(live)}
+    engine = fields.pop("engine")
+    del fields["rollout"]
+    run = run_of_config(tmp_path, placement=Separate(max_staleness=1))
+    assert type(source_of(run, engine, Background(), **fields)) is AheadSource
 
 
 # ---- what the teacher reads -----------------------------------------------------------------------------------------

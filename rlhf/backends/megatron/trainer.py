@@ -314,7 +314,7 @@ class MegatronTrainer:
             channel: the way to engines on devices of their own. A bucket then says what comes, and is sent once it has
                 been taken.
         """
-        for named in self._in_parts(dtype, max_bytes):
+        for named in weights.in_parts(self.student.tensors(), getattr(torch, dtype), max_bytes):
             names, tensors = zip(*named, strict=True)
             dtypes = (dtype,) * len(names)
             if channel is None:
@@ -323,19 +323,6 @@ class MegatronTrainer:
             else:
                 yield Bucket(self.version, names, tuple(Pushed(tuple(tensor.shape)) for tensor in tensors), dtypes)
                 channel.send(tensors)
-
-    def _in_parts(self, dtype: str, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """The student's weights, a few at a time."""
-        part: list[tuple[str, Tensor]] = []
-        size = 0
-        for name, tensor in self.student.tensors():
-            tensor = tensor.to(getattr(torch, dtype))
-            if part and size + tensor.nbytes > max_bytes:
-                yield part
-                part, size = [], 0
-            part.append((name, tensor))
-            size += tensor.nbytes
-        yield part
 
     def _take_back(self) -> None:
         """The engine has loaded what was lent to it: copies are freed, and weights may change again."""

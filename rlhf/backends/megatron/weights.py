@@ -187,3 +187,19 @@ def export(model: nn.Module, architecture: Architecture, partition: Partition = 
         parts = rule.to_hf(architecture, parameter.detach())
         wholes = (rule.whole(architecture, part, partition) for part in parts)
         yield from zip(hf_names, wholes, strict=True)
+
+
+def in_parts(
+    tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """A few named tensors at a time, as `dtype`: about `max_bytes` of them, one at least."""
+    part: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        tensor = tensor.to(dtype)
+        if part and size + tensor.nbytes > max_bytes:
+            yield part
+            part, size = [], 0
+        part.append((name, tensor))
+        size += tensor.nbytes
+    yield part

@@ -3,7 +3,7 @@
 vLLM runs the teacher as a pooling model, which gives the final hidden rows after the last norm. Everything else happens
 here, as in the trainer with a colocated teacher: rows are picked by the one alignment, the head is put on response rows
 only, and `distill` keeps what it keeps. So both kinds of teacher give the same scores, at any temperature, and no limit
-of vLLM on log-probabilities applies. It is faster than vLLM's own prompt log-probabilities, too.
+of vLLM on log-probabilities applies.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class VllmScorer:
             if len(every_row) != len(ids) or list(output.prompt_token_ids) != ids.tolist():
                 raise MisalignedScores(f"vLLM returned {len(every_row)} hidden rows for {len(ids)} tokens")
             rows = response_rows(len(ids), int(sequences.prompt_lengths[sample]))
-            hidden.append(every_row[torch.from_numpy(rows)].to(self.dtype))  # vLLM hands them out in float32
+            hidden.append(
+                every_row[torch.from_numpy(rows).to(every_row.device)].to(self.dtype)
+            )  # vLLM hands them out in float32
             targets.append(ids[rows + 1])
         return torch.cat(hidden), [len(part) for part in targets], np.concatenate(targets)
 
