@@ -148,7 +148,7 @@ def test_a_step_and_an_evaluation_equal_those_of_a_colocated_teacher(
     expected |= colocated.train(experience)
 
     alone = trainer_of(pair, standalone=True, full=full)
-    found = alone.evaluate(sequences, plan, hidden)
+    found = alone.evaluate(sequences, plan, hidden=hidden)
     found |= alone.train(experience, hidden if full else scored(scorer, sequences)[0])
     for name in ("train/loss", "train/grad_norm", "distill/teacher_mass", "eval/forward_kl", "eval/reverse_kl"):
         assert found[name] == pytest.approx(expected[name], rel=1e-4), name

@@ -171,7 +171,6 @@ class MegatronTrainer:
         self._scores |= self._unpacked(scores, experience.sequences)
         self._take_back()
         self.ddp.train()
-        assert self.teacher is not None
         for minibatch in experience.minibatches:
             totals += self._over_data_parallel(self.accumulate_gradients(experience.sequences, minibatch))
             grad_norm, lr = self._step()
