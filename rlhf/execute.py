@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatches
 from rlhf.checkpoint import BEST, Checkpoints
 from rlhf.config.distill import FullVocab, TopK
@@ -24,7 +26,7 @@ from rlhf.loggers.base import Continued, MetricLog
 from rlhf.loggers.base import build as build_log
 from rlhf.loggers.rollouts import recorded
 from rlhf.loop import run_steps
-from rlhf.preflight import Inputs, check_inputs
+from rlhf.preflight import Inputs, can_be_verified, check_inputs
 from rlhf.progress import BadRowList, Progress, versions
 from rlhf.report import summary as report
 from rlhf.report.plot import plot_run
@@ -40,6 +42,7 @@ from rlhf.resume import (
     mark_of,
     prepare,
 )
+from rlhf.rewards.verify import solves
 from rlhf.run_folder import RunFolder, check, keep_traceback
 from rlhf.sources.build import source_of
 from rlhf.sources.evaluation import Evaluator
@@ -209,6 +212,7 @@ def build_source(
         seed=run.run.seed,
         total_steps=inputs.steps,
         report=report_evaluation,
+        solves=verifier_of(run, inputs),
     )
     return source_of(
         run,
@@ -227,6 +231,14 @@ def build_source(
         seed=run.run.seed,
         phase=log.phase,
     )
+
+
+def verifier_of(run: Run, inputs: Inputs) -> Callable[[np.ndarray, int], bool] | None:
+    """Tells whether a completion solves a held-out row; None where that isn't asked, or can't be told."""
+    if run.engine is None or run.eval.accuracy is False or not can_be_verified(inputs.dataset):
+        return None
+    columns, decode = inputs.dataset.held_out.columns, inputs.tokenizer.decode
+    return lambda tokens, row: solves(decode(tokens, skip_special_tokens=True), columns[row])
 
 
 def publish(summary: report.RunSummary, run: Run, folder: Path, log: MetricLog) -> None:

@@ -20,6 +20,7 @@ from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import Needs
 from rlhf.errors import ConfigError, ModelError
 from rlhf.memory import check_cache, check_memory, longest_sample
+from rlhf.rewards.verify import has_verifier
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM's CPU attention (0.32); the driver can't ask it without importing vLLM."""
@@ -75,7 +76,17 @@ def check_inputs(run: Run) -> Inputs:
         needs=Needs.of(run.algo, run.rollout),
     )
     _check_lesson(run, dataset)
+    if run.eval.accuracy and not can_be_verified(dataset):
+        raise ConfigError(
+            "eval.accuracy=true needs held-out rows with a verifier, which data=reasoning_gym has; use "
+            "eval.accuracy=null"
+        )
     return Inputs(student, teacher, architecture, tokenizer, stop_token_ids, dataset, _steps(run, dataset))
+
+
+def can_be_verified(dataset: Dataset) -> bool:
+    """Whether every held-out row says how to tell a right answer."""
+    return len(dataset.held_out) > 0 and all(has_verifier(columns) for columns in dataset.held_out.columns)
 
 
 def _steps(run: Run, dataset: Dataset) -> int:

@@ -90,6 +90,10 @@ def _check_responses(run: Run, algo: GKD) -> None:
             run.eval.samples == 0 or run.eval.responses is EvalResponses.dataset,
             f"eval.responses=student needs an engine, and {no_engine} starts none; use eval.responses=dataset",
         )
+        require(
+            not run.eval.accuracy,
+            f"eval.accuracy=true needs an engine, and {no_engine} starts none; use eval.accuracy=null",
+        )
     elif run.placement.max_staleness and run.lmbda < 1:
         raise not_yet(
             f"placement.max_staleness={run.placement.max_staleness} with algo.lmbda={run.lmbda:g}",

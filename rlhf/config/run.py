@@ -90,6 +90,9 @@ class Eval:
     """With eval.every > 0: keep the weights with the lowest held-out forward KL as checkpoints/best."""
     responses: EvalResponses = EvalResponses.dataset
     """dataset | student: whose responses to the held-out prompts are scored."""
+    accuracy: bool | None = None
+    """Also complete every held-out prompt greedily, and let the rows' verifier say how many answers are right. null:
+    where the rows have one (`data=reasoning_gym`) and an engine runs."""
     max_response_tokens: int = 128
     """Reference responses are cut to this many tokens; with responses=student, `rollout.max_new_tokens` counts."""
 
@@ -98,7 +101,7 @@ class Eval:
         require_at_least("eval.every", self.every, 0)
         require_at_least("eval.max_response_tokens", self.max_response_tokens, 1)
         if self.samples == 0:
-            unused = ("every", "keep_best", "responses", "max_response_tokens")
+            unused = ("every", "keep_best", "responses", "accuracy", "max_response_tokens")
             refuse_unused(self, "eval", unused, "with eval.samples=0 (no evaluation)", "use eval.samples=16")
         if self.every == 0:
             refuse_unused(self, "eval", ("keep_best",), "with eval.every=0", "use eval.every=10")

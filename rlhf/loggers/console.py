@@ -61,6 +61,7 @@ COLUMNS = (
 EVAL = (
     Column("forward KL", 6, ".4f", ("eval/forward_kl",)),
     Column("reverse KL", 6, ".4f", ("eval/reverse_kl",)),
+    Column("accuracy", 5, ".3f", ("eval/accuracy",)),
 )
 """Rare, so on a line of their own rather than an empty column."""
 

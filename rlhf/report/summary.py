@@ -100,7 +100,7 @@ def show(summary: RunSummary, console: rich.console.Console) -> None:
     headline = f"Run {summary.name}: {summary.steps} steps in {_duration(summary.seconds)}{pace}{resumed}"
     console.print(Text(headline, style="bold"), soft_wrap=True)
     if summary.eval_before or summary.eval_after:
-        _section(console, "Held-out divergence from the teacher", _divergences(summary))
+        _section(console, "Held-out divergence from the teacher", _held_out(summary))
     if summary.sample:
         _section(console, "A held-out prompt, before and after", _sample(summary.sample, console))
     if summary.phases:
@@ -115,7 +115,7 @@ def show(summary: RunSummary, console: rich.console.Console) -> None:
         console.print(Text(f"\n{text}", style="yellow"))
 
 
-def _divergences(summary: RunSummary) -> Table:
+def _held_out(summary: RunSummary) -> Table:
     table = _grid("", "before", "after", "ratio")
     for key, title in (("forward_kl", "forward KL"), ("reverse_kl", "reverse KL")):
         before, after = (values.get(f"eval/{key}") for values in (summary.eval_before, summary.eval_after))
@@ -124,6 +124,9 @@ def _divergences(summary: RunSummary) -> Table:
         ratio = after / before if before and after is not None else None
         style = "" if ratio is None else "green" if ratio < 1 else "yellow"
         table.add_row(title, _number(before), _number(after), Text(_number(ratio, 3), style=style))
+    accuracies = [values.get("eval/accuracy") for values in (summary.eval_before, summary.eval_after)]
+    if any(value is not None for value in accuracies):
+        table.add_row("accuracy", *(_number(value, 3) for value in accuracies), "")
     return table
 
 

@@ -38,6 +38,8 @@ class Evaluator:
     total_steps: int
     report: Callable[[int, Metrics], None]
     """Called with the step and its metrics."""
+    solves: Callable[[np.ndarray, int], bool] | None = None
+    """Whether a completion, as token ids, solves the exercise of a held-out row; None: nobody can tell."""
     results: dict[int, Metrics] = field(default_factory=dict)
     samples: dict[int, np.ndarray] = field(default_factory=dict)
     """Step -> token ids of the greedy completion of the first held-out prompt."""
@@ -53,10 +55,7 @@ class Evaluator:
         if not self.due(step):
             return
         started = time.perf_counter()
-        if self.engine is not None:
-            prompt = prompts_of(self.held_out, [0], seed=self.seed, step=0)
-            completion = self.engine.generate(prompt, version, greedy=True).result().sequences
-            self.samples[step] = completion.tokens[completion.prompt_lengths[0] :]
+        accuracy = {} if self.engine is None else self._complete(self.engine, step, version)
         sequences = self._sequences(version)
         plan = plan_batch(
             sequences.lengths,
@@ -70,8 +69,22 @@ class Evaluator:
         if privileged is not None:
             teacher = (privileged, plan_on_ranks(plan, privileged.lengths, self.train.micro_batch_tokens))
         hidden = self.scorer.hidden_rows(*(teacher or (sequences, plan))).result()
-        self.results[step] = self.trainer.evaluate(sequences, plan, teacher, hidden).result()
+        self.results[step] = {**self.trainer.evaluate(sequences, plan, teacher, hidden).result(), **accuracy}
         self.report(step, {**self.results[step], "time/eval": time.perf_counter() - started})
+
+    def _complete(self, engine: Engine, step: int, version: int) -> Metrics:
+        """Greedy completions: of the first row, to look at; of all rows, where it can be told which are right."""
+        rows = range(1 if self.solves is None else len(self.held_out))
+        prompts = prompts_of(self.held_out, rows, seed=self.seed, step=0)
+        sequences = engine.generate(prompts, version, greedy=True).result().sequences
+        completions = [
+            tokens[length:] for tokens, length in zip(sequences.rows(), sequences.prompt_lengths, strict=True)
+        ]
+        self.samples[step] = completions[0]
+        if self.solves is None:
+            return {}
+        solved = [self.solves(completion, row) for row, completion in zip(rows, completions, strict=True)]
+        return {"eval/accuracy": float(np.mean(solved))}
 
     def _sequences(self, version: int) -> Sequences:
         if self.spec.responses is EvalResponses.dataset:

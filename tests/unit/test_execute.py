@@ -7,10 +7,11 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -34,7 +35,7 @@ from rlhf.data.rows import BadRow
 from rlhf.distill.fullvocab import FullVocabDistill
 from rlhf.distill.topk import TopKDistill
 from rlhf.errors import ConfigError, RoleDied
-from rlhf.execute import build_objective, largest_gap, report_data, saved_text, train
+from rlhf.execute import build_objective, largest_gap, report_data, saved_text, train, verifier_of
 from rlhf.loggers.base import MetricLog, build
 from rlhf.preflight import Inputs
 from rlhf.roles.doubles import Done, DoubleEngine, DoubleScorer, DoubleTrainer, doubles
@@ -362,3 +363,14 @@ def test_a_stream_lists_its_bad_rows_as_it_meets_them(
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["data/bad_rows"] for step in steps if "train/loss" in step] == [1, 2]
     assert steps[0]["data/held_out_rows"] == 1 and "data/train_rows" not in steps[0]
+
+
+def test_who_tells_right_answers_from_wrong_ones(tmp_path: Path) -> None:
+    entry = {"task": "chain_sum", "entry": {"question": "1 + 2 =", "answer": "3", "metadata": {}}}
+    inputs = inputs_of()
+    inputs = replace(inputs, dataset=replace(inputs.dataset, held_out=replace(table_of(2), columns=(entry, entry))))
+    solves = verifier_of(run_of(tmp_path), inputs)
+    assert solves is not None
+    assert [solves(np.array([number]), 1) for number in (3, 4)] == [True, False]
+    assert verifier_of(run_of(tmp_path, eval=Eval(samples=2, accuracy=False)), inputs) is None
+    assert verifier_of(run_of(tmp_path), inputs_of()) is None  # rows without a verifier

@@ -407,3 +407,25 @@ def test_the_trainers_buckets_are_those_of_the_moment_they_were_asked_for() -> N
     buckets = trainer.buckets("float32")
     trainer.version = 1
     assert [(one.version, one.names) for one in buckets] == [(0, (name,)) for name in WEIGHTS]
+
+
+def test_accuracy_is_the_share_of_held_out_rows_that_are_solved() -> None:
+    """Every row is completed greedily, in order; the first completion is the one to look at."""
+    bench = Bench(steps=1)
+    source = bench.source()
+    asked: list[tuple[int, list[int]]] = []
+
+    def solves(tokens: np.ndarray, row: int) -> bool:
+        asked.append((row, tokens.tolist()))
+        return row != 1
+
+    bench.evaluator.solves = solves
+    for experience in source:
+        bench.trainer.train(experience).result()
+    assert [row for row, _ in asked] == [0, 1, 2] * 2
+    assert [metrics["eval/accuracy"] for _, metrics in bench.reported] == [2 / 3, 2 / 3]
+    assert bench.evaluator.samples[0].tolist() == asked[0][1]
+    greedy = [event.what for event in bench.events if event.call == "greedy"]
+    assert [list(map(list, prompts.rows())) for prompts in greedy] == [
+        [table_of(3, first=50).prompt(row).tolist() for row in range(3)]
+    ] * 2
