@@ -394,6 +394,12 @@ CONTRADICTIONS = {
     "teacher=standalone",
     "placement=separate placement.max_staleness=1 algo.lmbda=0.5": "placement.max_staleness=1 with algo.lmbda=0.5 "
     f"{NOT_YET} algo.lmbda=1, or placement.max_staleness=0",
+    "cluster.device=cuda train.gpus=2 rollout.gpus=2": f"cluster.device=cuda with train.gpus=2 {NOT_YET} all roles on "
+    "one GPU, or cluster.device=cpu",
+    "cluster.device=cuda placement=separate": f"cluster.device=cuda with placement=separate {NOT_YET} all roles on one "
+    "GPU, or cluster.device=cpu",
+    "cluster.device=cuda teacher=standalone": f"cluster.device=cuda with teacher=standalone {NOT_YET} all roles on one "
+    "GPU, or cluster.device=cpu",
     "placement=separate rollout=none": "placement=separate gives the engine devices of its own, and rollout=none "
     "starts none; use placement=colocate",
     "algo=opsd distill=none": "algo=opsd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
