@@ -5,7 +5,6 @@ One pair of processes goes through all layouts, since importing Megatron takes l
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ SHAPES = {
     # A vocabulary that two ranks don't divide, and a teacher with another one.
     "llama": dict(vocab_size=251, tie_word_embeddings=False),
     "llama-tied": dict(vocab_size=251, tie_word_embeddings=True),
+    "llama-biases": dict(vocab_size=251, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
     "qwen2": dict(vocab_size=251, tie_word_embeddings=False),
     "qwen3": dict(vocab_size=251, tie_word_embeddings=False),
     "teacher": dict(vocab_size=254, num_hidden_layers=3),
@@ -67,6 +67,7 @@ CASES = {
     "tp2-sp-packed-topk": Case("qwen3", TP2_SP, 8),
     "tp2-sp-packed-full": Case("llama-tied", TP2_SP, None),
     "tp2-sp-padded-topk": Case("qwen2", TP2_SP | PADDED, 8),
+    "tp2-sp-biases-topk": Case("llama-biases", TP2_SP, 8),
     "dp2-packed-topk": Case("llama-tied", DP2, 8),
     "dp2-padded-full": Case("qwen3", DP2 | PADDED, None, micro_batch_tokens=40),
     "dp2-distributed-packed-full": Case("llama-tied", DP2 | dict(distributed_optimizer=True), None),
@@ -148,7 +149,7 @@ def all_cases(rank: int, world_size: int, store: Any, folder: Path) -> dict[str,
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     for seed, (name, shape) in enumerate(SHAPES.items()):
-        family = "llama" if name == "teacher" else re.sub("-tied", "", name)
+        family = "llama" if name == "teacher" else name.partition("-")[0]
         save_tiny_model(folder / name, family, seed=seed, initializer_range=0.1, **shape)
     return folder
 
