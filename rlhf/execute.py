@@ -41,6 +41,7 @@ from rlhf.resume import (
     finished,
     mark_of,
     prepare,
+    still_as_found,
 )
 from rlhf.rewards.verify import solves
 from rlhf.run_folder import RunFolder, check, keep_traceback
@@ -84,6 +85,7 @@ def execute(run: Run, config: Any, sweep: bool = False) -> float | None:
         print(described(resume), flush=True)
     folder = RunFolder.claim(run.run, config, content)
     try:
+        still_as_found(resume, run, config, sweep)
         continued = None
         if resume is not None and resume.in_place:
             prepare(resume, folder.path)
@@ -104,8 +106,8 @@ def train(
 ) -> float | None:
     """Start the roles, run the loop, save, report; whatever happens, give the devices back."""
     folder = claimed.path
+    bad_rows = BadRowList(folder / BAD_ROWS, log, len(inputs.dataset.bad_rows))
     roles = start_roles(run, inputs, folder, log)
-    claimed.begun()
     checkpoints = Checkpoints(
         roles.trainer,
         folder / CHECKPOINTS,
@@ -113,9 +115,9 @@ def train(
         keep_last=run.run.keep_last,
         keep_best=run.eval.every > 0 and run.eval.keep_best,
     )
-    bad_rows = BadRowList(folder / BAD_ROWS, log, len(inputs.dataset.bad_rows))
     started = time.perf_counter()
     try:
+        claimed.begun()
 
         def report_evaluation(step: int, metrics: Metrics) -> None:
             log.log(step, metrics)
@@ -129,7 +131,7 @@ def train(
                 checkpoints.go_on()
         if run.run.save_every:
             checkpoints.describe = progress.state
-        experiences = recorded(source, folder, inputs.tokenizer) if run.logger.rollouts else source
+        experiences = recorded(source, folder, inputs.tokenizer, log.warn) if run.logger.rollouts else source
         run_steps(experiences, roles.trainer, checkpoints, log, largest_gap(run))
         log.phase("save")
         final = checkpoints.finish(inputs.steps)

@@ -20,7 +20,7 @@ from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import Needs
 from rlhf.errors import ConfigError, ModelError
 from rlhf.memory import check_cache, check_memory, longest_sample
-from rlhf.rewards.verify import has_verifier
+from rlhf.rewards.verify import has_verifier, solves
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM's CPU attention (0.32); the driver can't ask it without importing vLLM."""
@@ -85,8 +85,9 @@ def check_inputs(run: Run) -> Inputs:
 
 
 def can_be_verified(dataset: Dataset) -> bool:
-    """Whether every held-out row says how to tell a right answer."""
-    return len(dataset.held_out) > 0 and all(has_verifier(columns) for columns in dataset.held_out.columns)
+    """Whether every held-out row says how to tell a right answer, and knows its own for one."""
+    rows = dataset.held_out.columns
+    return len(rows) > 0 and all(has_verifier(row) and solves(str(row["entry"]["answer"]), row) for row in rows)
 
 
 def _steps(run: Run, dataset: Dataset) -> int:
@@ -104,7 +105,10 @@ def _steps(run: Run, dataset: Dataset) -> int:
 
 def _check_lesson(run: Run, dataset: Dataset) -> None:
     """A student that reads what its teacher reads, and is the teacher, learns nothing."""
-    if isinstance(run.teacher, SelfTeacher) and dataset.statistics.get("data/teacher_prompt_rows") == 0:
+    if not isinstance(run.teacher, SelfTeacher):
+        return
+    regularises = run.teacher.ema_decay is not None and run.algo.sft_alpha > 0 and run.lmbda < 1
+    if dataset.statistics.get("data/teacher_prompt_rows") == 0 and not regularises:
         raise ConfigError(
             "teacher=self has nothing to teach, since no row has a teacher_prompt: teacher and student read the same; "
             "use data.preprocessor=opsd_reference_solution (or your own), or teacher=colocated"

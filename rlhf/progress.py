@@ -25,14 +25,24 @@ class BadRowList:
 
     path: Path
     log: MetricLog
-    count: int
-    """Those that were known before training are among them."""
+    known: int
+    """Those that were known before training."""
+    met: int = 0
+    """Those met while training."""
     warned: bool = False
 
+    @property
+    def count(self) -> int:
+        return self.known + self.met
+
     def add(self, row: BadRow) -> None:
-        self.count += 1
-        with self.path.open("a", encoding="utf-8") as listing:
-            listing.write(f"{row}\n")
+        self.met += 1
+        try:
+            with self.path.open("a", encoding="utf-8") as listing:
+                listing.write(f"{row}\n")
+        except OSError as error:  # a list isn't worth hours of training
+            self.log.warn(f"{shown_path(self.path)} can't be written ({error.strerror}); left out: {row}")
+            return
         if not self.warned:
             shown = shown_path(self.path)
             self.log.warn(f"a row is left out (data.on_bad_row=skip), further ones are listed in {shown}: {row}")
@@ -69,7 +79,7 @@ class Progress:
             samples={number: tokens.tolist() for number, tokens in evaluator.samples.items()},
             phases=self.log.seconds,
             seconds=self.seconds,
-            bad_rows=self.bad_rows.count,
+            bad_rows=self.bad_rows.known + self.source.position.get("bad_rows", 0),
             wandb_id=self.log.wandb_id,
             config=self.config,
             versions=versions(),
@@ -86,7 +96,7 @@ class Progress:
             step: np.asarray(tokens, dtype=np.int32) for step, tokens in state.samples.items()
         }
         self.source.trainer.load_state(checkpoint / FOLDER)
-        self.bad_rows.count = state.bad_rows
+        self.bad_rows.met = state.bad_rows - self.bad_rows.known
         self.log.seconds = dict(state.phases)
         self.started -= state.seconds
         self.log.log(state.step, {"run/resumed_from": float(state.step)})

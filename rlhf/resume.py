@@ -6,6 +6,7 @@ find (configuration) ► check_data, finished (rows are known) ► prepare (the 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlhf import training_state
+from rlhf.checkpoint import BEST, BEST_FILE
 from rlhf.config.base import written
 from rlhf.config.run import Run
 from rlhf.data.dataset import Dataset
@@ -44,6 +46,7 @@ DECIDES = (
     "train.tensor_parallel",
     "train.distributed_optimizer",
     "train.dtype",
+    "cluster.device",
 )
 """Keys that may not change: what is trained on what (eval.samples decides which rows are held out), in which order, and
 how the state is laid out. All others may; the run says which ones did."""
@@ -192,7 +195,14 @@ def mark_of(dataset: Dataset) -> dict[str, Any]:
     digest = hashlib.sha256()
     for table in (dataset.train, dataset.held_out):
         if isinstance(table, PromptTable):
-            for array in (table.tokens, table.offsets, table.response_tokens, table.response_offsets):
+            responses, privileged = (
+                (table.response_tokens, table.response_offsets),
+                (
+                    table.teacher_tokens,
+                    table.teacher_offsets,
+                ),
+            )
+            for array in (table.tokens, table.offsets, *responses, *privileged):
                 digest.update(np.ascontiguousarray(array).data)
     return {"train_rows": dataset.train_rows, "hash": digest.hexdigest()[:16]}
 
@@ -244,6 +254,10 @@ def prepare(resume: Resume, run_dir: Path) -> None:
     state = resume.state
     for path in resume.newer:
         shutil.rmtree(path)
+    best = run_dir / training_state.CHECKPOINTS / BEST
+    noted = json.loads((best / BEST_FILE).read_text(encoding="utf-8")) if (best / BEST_FILE).is_file() else {}
+    if noted.get("step", 0) > state.step:  # of steps that are taken again, perhaps with other settings
+        shutil.rmtree(best)
     for name in (report.FILE, plot.FILE):  # of a run that is longer now
         (run_dir / name).unlink(missing_ok=True)
 
@@ -263,7 +277,21 @@ def described(resume: Resume | None) -> str:
     if resume is None:
         return "resume=auto: no checkpoint to continue from; starting at the beginning"
     line = f"continuing from step {resume.state.step}, {report.shown_path(resume.checkpoint)}"
+    if resume.state.config.get("placement", {}).get("max_staleness"):
+        line += "\nplacement.max_staleness: the first responses are made again, with the weights of that step"
     return line + (f"\nchanged since: {', '.join(resume.changed)}" if resume.changed else "")
+
+
+def still_as_found(resume: Resume | None, run: Run, config: Any, sweep: bool) -> None:
+    """Once the folder is ours: nobody has saved into it since `find` looked.
+
+    Raises:
+        ConfigError: another process has.
+    """
+    again = find(run, config, sweep)
+    seen, now = (None if one is None else (one.checkpoint, one.newer) for one in (resume, again))
+    if seen != now:
+        raise ConfigError(f"run.dir={run.run.dir} was used by another process just now; start the command again")
 
 
 def described_as_done(resume: Resume, run_dir: Path) -> str:

@@ -13,7 +13,7 @@ from rlhf.config.placement import Colocate, Separate
 from rlhf.config.reward import NoReward
 from rlhf.config.rollout import NoRollout
 from rlhf.config.run import EvalResponses
-from rlhf.config.teacher import ColocatedTeacher, NoTeacher, StandaloneTeacher
+from rlhf.config.teacher import ColocatedTeacher, NoTeacher, SelfTeacher, StandaloneTeacher
 
 if TYPE_CHECKING:
     from rlhf.config.run import Run
@@ -105,6 +105,12 @@ def _check_responses(run: Run, algo: GKD) -> None:
         require(
             not run.eval.accuracy,
             f"eval.accuracy=true needs an engine, and {no_engine} starts none; use eval.accuracy=null",
+        )
+    elif run.placement.max_staleness and isinstance(run.teacher, SelfTeacher):
+        raise not_yet(
+            f"placement.max_staleness={run.placement.max_staleness} with teacher=self, whose weights are trained while "
+            "it is asked",
+            "placement.max_staleness=0, or another teacher",
         )
     elif run.placement.max_staleness and run.lmbda < 1:
         raise not_yet(

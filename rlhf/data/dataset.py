@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ def load(
         _require_rows(train, source, bad)
         train, held_out = _split(train, source, eval_samples, need, spec, bad)
     else:
-        held_out, eval_bad = _table(eval_source, tokenizer, spec, needs)
+        held_out, eval_bad = _table(eval_source, tokenizer, spec, replace(needs, response=False))
         bad += eval_bad
         _stop_at(bad, len(train) + len(held_out) + len(bad), spec)
         _require_rows(train, source, bad)
@@ -119,7 +119,8 @@ def _load_stream(
     needs: Needs,
 ) -> Dataset:
     """Hold out the first rows. Under on_bad_row=error read everything once, so that no bad row ends the run later."""
-    held_out, bad, read = first_rows(eval_source or source, eval_samples, tokenizer, spec, need_response, needs)
+    of_held_out = needs if eval_source is None else replace(needs, response=False)
+    held_out, bad, read = first_rows(eval_source or source, eval_samples, tokenizer, spec, need_response, of_held_out)
     skip = read if eval_source is None else 0
     rows = None
     statistics: Metrics = {}

@@ -8,7 +8,7 @@ is a reference response.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,21 @@ from rlhf.types import Experience, Sequences, offsets_of, ragged
 FILE = "rollouts.jsonl"
 
 
-def recorded(source: Iterable[Experience], run_dir: Path, tokenizer: Any) -> Iterator[Experience]:
+def recorded(
+    source: Iterable[Experience], run_dir: Path, tokenizer: Any, warn: Callable[[str], None]
+) -> Iterator[Experience]:
     """The experiences of `source`, each written down before it is trained on."""
-    with (run_dir / FILE).open("a", encoding="utf-8") as file:
-        for experience in source:
-            for row in rows_of(experience.step, experience.sequences, tokenizer):
-                file.write(json.dumps(row) + "\n")
-            file.flush()
-            yield experience
+    writes = True
+    for experience in source:
+        if writes:
+            rows = rows_of(experience.step, experience.sequences, tokenizer)
+            try:
+                with (run_dir / FILE).open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in rows)
+            except OSError as error:  # like other sinks: not worth hours of training
+                writes = False
+                warn(f"logger.rollouts failed and is off for the rest of the run: {error.strerror}")
+        yield experience
 
 
 def rows_of(step: int, sequences: Sequences, tokenizer: Any) -> Iterator[dict[str, Any]]:

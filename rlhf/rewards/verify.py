@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 SOLVED = 0.99
@@ -23,7 +23,17 @@ def solves(response: str, columns: Mapping[str, Any]) -> bool:
         import reasoning_gym
 
     score = reasoning_gym.get_score_answer_fn(columns["task"])
-    return float(score(final_answer(response), columns["entry"])) >= SOLVED
+    whole = any(sign in str(columns["entry"]["answer"]) for sign in ("\n", "="))  # a grid, an equation
+    answer = response.strip() if whole else final_answer(response)
+    return _score(score, answer, columns["entry"]) >= SOLVED
+
+
+def _score(score: Callable[[str, Any], float], answer: str, entry: Any) -> float:
+    """Zero for what a task's own scorer can't read: a model may write anything."""
+    try:
+        return float(score(answer, entry))
+    except Exception:
+        return 0.0
 
 
 def final_answer(response: str) -> str:

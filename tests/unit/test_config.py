@@ -400,6 +400,8 @@ CONTRADICTIONS = {
     "GPU, or cluster.device=cpu",
     "cluster.device=cuda teacher=standalone": f"cluster.device=cuda with teacher=standalone {NOT_YET} all roles on one "
     "GPU, or cluster.device=cpu",
+    "placement=separate placement.max_staleness=1 teacher=self": "placement.max_staleness=1 with teacher=self, whose "
+    f"weights are trained while it is asked {NOT_YET} placement.max_staleness=0, or another teacher",
     "placement=separate rollout=none": "placement=separate gives the engine devices of its own, and rollout=none "
     "starts none; use placement=colocate",
     "algo=opsd distill=none": "algo=opsd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",

@@ -17,10 +17,11 @@ from rlhf.config.arguments import check_resume
 from rlhf.config.logger import Logger
 from rlhf.config.run import Eval, Run, RunSection
 from rlhf.config.train import Train
+from rlhf.data.stream import RowStream
 from rlhf.errors import CheckpointError, ConfigError, DataError, RoleDied
 from rlhf.loggers.cut import cut_lines, cut_rows
 from rlhf.preflight import Inputs
-from rlhf.resume import compare, find, mark_of
+from rlhf.resume import compare, find, mark_of, still_as_found
 from rlhf.roles.doubles import Done, DoubleTrainer, doubles
 from rlhf.types import Experience, Metrics
 from tests.unit.test_execute import Roles, inputs_of, run_of
@@ -365,3 +366,35 @@ def test_a_mark_is_of_the_tokens(tmp_path: Path) -> None:
     tokens[-1] += 1
     other = dataclasses.replace(dataset, train=dataclasses.replace(dataset.train, tokens=tokens))  # type: ignore[arg-type,type-var]
     assert mark_of(other) != mark_of(dataset)
+
+
+def test_a_mark_is_of_what_the_teacher_reads_as_well() -> None:
+    dataset = inputs_of().dataset
+    assert not isinstance(dataset.train, RowStream)
+    told = np.arange(len(dataset.train), dtype=np.int32)
+    train = dataclasses.replace(
+        dataset.train, teacher_tokens=told, teacher_offsets=np.arange(len(dataset.train) + 1, dtype=np.int64)
+    )
+    assert mark_of(dataclasses.replace(dataset, train=train)) != mark_of(dataset)
+
+
+def test_the_best_of_steps_that_are_taken_again_is_forgotten(tmp_path: Path, launch: Any) -> None:
+    """A rewound run may do worse; its best is one of its own."""
+    launch(tmp_path)
+    best = tmp_path / "checkpoints" / "best" / "best.json"
+    assert json.loads(best.read_text())["step"] == STEPS
+    best.write_text(json.dumps({"step": STEPS, "eval/forward_kl": 0.0}))
+    earlier = tmp_path / "checkpoints" / "step_2"
+    launch(tmp_path, resume=str(earlier), run=settings(tmp_path, overwrite=True))
+    assert json.loads(best.read_text())["eval/forward_kl"] > 0
+
+
+def test_a_folder_that_another_process_has_used_meanwhile(tmp_path: Path, launch: Any) -> None:
+    launch(tmp_path)
+    run = run_of(tmp_path, run=settings(tmp_path, steps=9), eval=Eval(samples=2, every=2), resume="auto")
+    config = config_of(run)
+    found = find(run, config, False)
+    still_as_found(found, run, config, False)
+    launch(tmp_path, resume="auto", run=settings(tmp_path, steps=8))
+    with pytest.raises(ConfigError, match="was used by another process just now; start the command again"):
+        still_as_found(found, run, config, False)

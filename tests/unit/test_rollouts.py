@@ -28,7 +28,7 @@ def experience(step: int, logprobs: bool = True) -> Experience:
 
 def test_written_before_training_and_read_back_as_it_was(tmp_path: Path) -> None:
     made = [experience(1), experience(2)]
-    for given, passed_on in zip(made, recorded(made, tmp_path, tiny_tokenizer()), strict=True):
+    for given, passed_on in zip(made, recorded(made, tmp_path, tiny_tokenizer(), print), strict=True):
         assert passed_on is given
         assert len((tmp_path / FILE).read_text().splitlines()) == 2 * given.step
     for step, sequences in read(tmp_path).items():
@@ -42,5 +42,12 @@ def test_written_before_training_and_read_back_as_it_was(tmp_path: Path) -> None
 
 
 def test_dataset_responses_have_no_logprobs(tmp_path: Path) -> None:
-    list(recorded([experience(1, logprobs=False)], tmp_path, tiny_tokenizer()))
+    list(recorded([experience(1, logprobs=False)], tmp_path, tiny_tokenizer(), print))
     assert read(tmp_path)[1].logprobs is None
+
+
+def test_a_disk_that_is_full_ends_the_list_and_not_the_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / FILE).mkdir()  # can't be opened, as a full disk can't be written
+    assert len(list(recorded([experience(1), experience(2)], tmp_path, tiny_tokenizer(), said.append))) == 2
+    assert len(said) == 1 and said[0].startswith("logger.rollouts failed and is off for the rest of the run")

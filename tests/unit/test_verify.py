@@ -38,5 +38,20 @@ def test_a_right_answer_solves_and_a_wrong_one_does_not(task: str) -> None:
         assert not solves("", columns)
 
 
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+def test_an_answer_of_several_lines_is_the_whole_response() -> None:
+    import reasoning_gym
+
+    (entry,) = reasoning_gym.create_dataset("mini_sudoku", size=1, seed=1)
+    columns = {"task": "mini_sudoku", "entry": entry}
+    assert "\n" in entry["answer"] and solves(f"{entry['answer']}\n", columns)
+    assert not solves(entry["answer"].replace("1", "2"), columns)
+
+
+def test_what_a_scorer_can_not_read_is_not_solved() -> None:
+    assert not solves("7", {"task": "gsm_symbolic", "entry": {"answer": "seven"}})
+    assert not solves("7", {"task": "chain_sum", "entry": {"answer": None}})  # its scorer raises
+
+
 def test_other_rows_have_no_verifier() -> None:
     assert not has_verifier({"task": "math"}) and not has_verifier({})

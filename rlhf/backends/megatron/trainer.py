@@ -48,6 +48,19 @@ def on_device(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def gives_memory_back(method: Callable[..., Any]) -> Callable[..., Any]:
+    """On a GPU that roles share: what torch keeps for later is given to the engine, which wakes next."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return result
+
+    return wrapped
+
+
 def by_sample(rows: Any, micro: MicroBatch) -> dict[int, Any]:
     """Sample id -> its part of a micro-batch's response rows."""
     ends = np.cumsum(micro.row_counts)
@@ -159,6 +172,7 @@ class MegatronTrainer:
 
     # ---- student ----------------------------------------------------------------------------------------------------
 
+    @gives_memory_back
     @on_device
     def train(self, experience: Experience, scores: Sequence[PackedScores] = ()) -> Metrics:
         """One optimizer step a minibatch. Returns metrics averaged over the response tokens of all of them.
@@ -267,6 +281,7 @@ class MegatronTrainer:
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
+    @gives_memory_back
     @on_device
     @torch.no_grad()
     def evaluate(
