@@ -395,6 +395,6 @@ def test_a_folder_that_another_process_has_used_meanwhile(tmp_path: Path, launch
     config = config_of(run)
     found = find(run, config, False)
     still_as_found(found, run, config, False)
-    launch(tmp_path, resume="auto", run=settings(tmp_path, steps=8))
+    launch(tmp_path, at=99, resume="auto", run=settings(tmp_path, steps=8))
     with pytest.raises(ConfigError, match="was used by another process just now; start the command again"):
         still_as_found(found, run, config, False)
