@@ -289,7 +289,7 @@ def still_as_found(resume: Resume | None, run: Run, config: Any, sweep: bool) ->
         ConfigError: another process has.
     """
     again = find(run, config, sweep)
-    seen, now = (None if one is None else (one.checkpoint, one.newer) for one in (resume, again))
+    seen, now = (None if one is None else (one.checkpoint, one.state.step, one.newer) for one in (resume, again))
     if seen != now:
         raise ConfigError(f"run.dir={run.run.dir} was used by another process just now; start the command again")
 

@@ -12,7 +12,11 @@ import time
 from pathlib import Path
 
 import psutil
+from hydra import compose, initialize_config_dir
 
+from rlhf.config.compose import to_run
+from rlhf.config.registry import PROJECT_ROOT, register
+from rlhf.config.run import Run
 from tests.unit.tiny import save_tiny_llama
 
 COMMAND = [sys.executable, "-m", "rlhf.launch"]
@@ -81,6 +85,13 @@ def start(overrides: list[str], cwd: Path) -> subprocess.Popen[str]:
 
 def last_of_each(overrides: list[str]) -> list[str]:
     return list({override.partition("=")[0]: override for override in overrides}.values())
+
+
+def composed(overrides: list[str]) -> Run:
+    """The configuration the command would run."""
+    register()
+    with initialize_config_dir(str(PROJECT_ROOT / "conf"), version_base="1.3"):
+        return to_run(compose("config", last_of_each(overrides)))
 
 
 def environment() -> dict[str, str]:

@@ -7,19 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from transformers import AutoModelForCausalLM
 
 from rlhf.algos.gkd import make_minibatches
 from rlhf.backends.megatron.trainer import MegatronTrainer
-from rlhf.config.compose import to_run
-from rlhf.config.registry import PROJECT_ROOT, register
 from rlhf.config.train import Train
 from rlhf.errors import RlhfError
 from rlhf.preflight import check_inputs
 from rlhf.report.summary import read
 from tests.integration.megatron import end_groups, experience_of, random_sequences, trainer_setup
-from tests.integration.runs import last_of_each, launch, metrics_of, role_processes, start, tiny_world, wait_for_step
+from tests.integration.runs import composed, launch, metrics_of, role_processes, start, tiny_world, wait_for_step
 from tests.unit.tiny import save_tiny_llama
 
 LENGTHS = [(4, 12), (7, 5), (3, 21), (6, 6)]
@@ -95,6 +92,7 @@ def test_an_off_policy_run_has_no_engine(world: list[str], tmp_path: Path) -> No
     assert [zero[step]["train/loss"] for step in (1, 2, 3)] == [steps[step]["train/loss"] for step in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_opsd_from_the_live_policy_in_a_mixed_run(world: list[str], tmp_path: Path) -> None:
     """Both kinds of step; teacher prompts made by the built-in preprocessor; the teacher is the student."""
     arguments = [
@@ -127,8 +125,5 @@ REFUSED = [
 def test_what_is_found_before_anything_starts(overrides: list[str], message: str, world: list[str]) -> None:
     kept = [o for o in world if not (o.startswith("teacher.") and "teacher=self" in overrides)]
     kept = [o for o in kept if not (o.startswith("data.max_response") and "algo.lmbda=0.5" not in overrides)]
-    register()
-    with initialize_config_dir(str(PROJECT_ROOT / "conf"), version_base="1.3"):
-        run = to_run(compose("config", last_of_each([*kept, *overrides])))
     with pytest.raises(RlhfError, match=message):
-        check_inputs(run)
+        check_inputs(composed([*kept, *overrides]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -17,8 +18,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhf.errors import RlhfError
+from rlhf.preflight import check_inputs
 from rlhf.report.summary import read
 from tests.integration.runs import (
+    composed,
     descendants,
     launch,
     metrics_of,
@@ -248,13 +252,14 @@ def test_mistakes_are_found_before_a_process_starts(world: tuple[Path, list[str]
         (["eval.samples=30"], "eval.responses=student"),
     ]
     for extra, message in cases:
-        done = launch([*overrides, *extra, "run.name=mistake"], tmp_path)
-        assert done.returncode == 1
-        first = done.stderr.splitlines()[0]
-        assert first.startswith("error: ") and message in first, done.stderr
-        assert "Traceback" not in done.stderr and not (tmp_path / "outputs").exists()
+        with pytest.raises(RlhfError, match=re.escape(message)):
+            check_inputs(composed([*overrides, *extra]))
     config = json.loads((folder / "student" / "config.json").read_text())
     config["architectures"] = ["GPT2LMHeadModel"]
     (folder / "student" / "config.json").write_text(json.dumps(config))
     done = launch([*overrides, "run.name=mistake"], tmp_path)
-    assert "architecture GPT2LMHeadModel is not supported; supported: LlamaForCausalLM" in done.stderr
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert (
+        done.stderr.startswith("error: model.path=") and "architecture GPT2LMHeadModel is not supported" in done.stderr
+    )
+    assert not (tmp_path / "outputs").exists()

@@ -171,6 +171,7 @@ def test_missing_and_shifted_scores_are_refused(
         alone.evaluate(sequences, plan_batch(sequences.lengths, data_parallel=1, micro_batch_tokens=4096))
 
 
+@pytest.mark.slow
 def test_runs_of_the_command(tmp_path: Path) -> None:
     """The whole vocabulary over two ranks and two replicas; and everything on devices of its own."""
     world = tiny_world(tmp_path, kv_heads=2)
