@@ -184,9 +184,10 @@ def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles
     if run.logger.console:
         length = f"\nrun.epochs={run.run.epochs}: {inputs.steps} steps" if run.run.epochs else ""
         teacher = "itself" if isinstance(run.teacher, SelfTeacher) else run.teacher.model
-        roles = "trainer" if run.engine is None else "trainer and engine"
-        print(f"student {run.model.path}, teacher {teacher}\n{describe_data(inputs)}{length}", flush=True)
-        print(f"starting Ray, {roles}, then evaluating: about a minute ...", flush=True)
+        roles = "Ray and the trainer" if run.engine is None else "Ray, trainer and engine"
+        without = f" without {len(run.model.drop_layers)} layers" if run.model.drop_layers else ""
+        print(f"student {run.model.path}{without}, teacher {teacher}\n{describe_data(inputs)}{length}", flush=True)
+        print(f"starting {roles}, then evaluating: about a minute ...", flush=True)
     try:
         return start(run, inputs, build_objective(run))
     except KeyboardInterrupt:
@@ -337,5 +338,7 @@ def saved_text(checkpoints: Checkpoints) -> str:
     """What of the run is on disk."""
     found = checkpoints.on_disk()
     if not found:
+        if checkpoints.save_every:
+            return "no checkpoint was complete yet"
         return "no checkpoint was saved (run.save_every writes them on the way)"
     return f"saved: {', '.join(map(report.shown_path, found))}"

@@ -89,7 +89,8 @@ def read(checkpoint: Path) -> TrainingState:
         for name in ("evaluations", "samples"):
             content[name] = {int(step): value for step, value in content[name].items()}
         state = TrainingState(**content)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        _check_types(state)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}); {remedy}") from error
     for name, size in files.items():
         found = (path.parent / name).stat().st_size if (path.parent / name).is_file() else None
@@ -97,6 +98,26 @@ def read(checkpoint: Path) -> TrainingState:
             what = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise CheckpointError(f"{path.parent / name} {what}; {remedy}")
     return state
+
+
+def _check_types(state: TrainingState) -> None:
+    """Raise TypeError or ValueError for what `write` can't have written."""
+    for name in ("step", "version", "bad_rows"):
+        value = getattr(state, name)
+        if type(value) is not int or value < (1 if name == "step" else 0):
+            raise ValueError(name)
+    for name in ("cursor", "data", "config", "phases", "versions"):
+        if not isinstance(getattr(state, name), dict):
+            raise TypeError(name)
+    measured = [
+        *state.phases.values(),
+        state.seconds,
+        *(v for values in state.evaluations.values() for v in values.values()),
+    ]
+    if not all(isinstance(value, int | float) for value in measured):
+        raise TypeError("numbers")
+    if not all(type(token) is int for tokens in state.samples.values() for token in tokens):
+        raise TypeError("samples")
 
 
 def step_of(checkpoint: Path) -> int | None:

@@ -41,7 +41,7 @@ class GRPO:
     """Group-relative policy optimisation (arXiv 2402.03300). Not available yet."""
 
     def __post_init__(self) -> None:
-        raise not_yet("algo=grpo", "algo=gkd")
+        raise not_yet("algo=grpo", "algo=gkd or algo=opsd")
 
 
 @dataclass(kw_only=True)

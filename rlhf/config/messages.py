@@ -37,7 +37,10 @@ REWRITES = [
 ]
 """Hydra's words -> ours, for what it doesn't say well enough."""
 
-ENVIRONMENT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ENAMETOOLONG}
+ENVIRONMENT = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+    *(errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG),
+}
 """What the file system may refuse: no bug of ours."""
 
 
@@ -64,6 +67,8 @@ def explain(error: BaseException) -> str | None:
             return f"{cause.full_key}: {first}" if cause.full_key else first
         if isinstance(cause, HydraException | ValueError) and _raised_by_hydra(cause):
             return _rewritten(str(cause))
+        if isinstance(cause, RuntimeError) and str(cause) == "Could not determine home directory.":
+            return "a path begins with ~ and a user who has no home folder; write the whole path"
         if isinstance(cause, OSError) and cause.errno in ENVIRONMENT:
             return one_line(f"{cause.strerror}: {cause.filename}" if cause.filename else cause.strerror)
     return None

@@ -85,6 +85,9 @@ class EpochCursor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Cursor.load_state_dict`."""
         _check_same(state, {"number of training rows": ("n", self.n), **_order_keys(self)})
+        if not 0 <= state["position"] <= self.n or state["epoch"] < 0:
+            where = f"row {state['position']} of epoch {state['epoch']}"
+            raise DataError(f"can't resume: {where} is no place in {self.n} rows")
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._epoch_order()
 

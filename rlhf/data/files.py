@@ -172,7 +172,7 @@ def _read_parquet(file: Path) -> RawRows:
                 for row in batch.to_pylist():
                     yield f"{file}[{index}]", row
                     index += 1
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError, ValueError) as error:  # e.g. a date that Python doesn't have
         raise DataError(f"{file}: not a readable Parquet file: {one_line(error)}") from error
 
 

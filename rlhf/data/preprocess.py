@@ -69,7 +69,9 @@ def load_preprocessor(name: str) -> Preprocessor:
     def preprocess(row: dict[str, Any]) -> dict[str, Any]:
         try:
             made = function(copy.deepcopy(row))  # a reader may hand out the same row in the next epoch
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a user's function may even call sys.exit
             said = f": {one_line(error)}" if str(error) else ""
             raise ValueError(f"data.preprocessor={name} raised {type(error).__name__}{said}") from error
         if not isinstance(made, dict) or not all(isinstance(key, str) for key in made):
@@ -81,6 +83,8 @@ def load_preprocessor(name: str) -> Preprocessor:
 
 def _imported(name: str) -> Preprocessor:
     """The function of a user's module."""
+    if name.endswith(".py") or name.startswith(":") or name.endswith((":", ".")):
+        raise ConfigError(f"data.preprocessor={name} names no function; write file.py:function or package.function")
     if ":" in name:
         file, _, function = name.rpartition(":")
         module = _import(name, lambda: _module_of(Path(file).expanduser()))
@@ -118,7 +122,9 @@ def _import(name: str, load: Callable[[], ModuleType]) -> ModuleType:
     """The module, or one line that says which line of which file fails."""
     try:
         return load()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's file may even call sys.exit
         at = ""
         if isinstance(error, SyntaxError):
             at = f", line {error.lineno} of {error.filename}"

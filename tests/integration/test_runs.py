@@ -172,7 +172,7 @@ def test_interrupted_before_the_first_step(world: tuple[Path, list[str]], tmp_pa
     """While models and data are checked, and while Ray and the roles start."""
     for name, seen, message in [
         ("checking", "checking models", "warning: interrupted; nothing was started"),
-        ("starting", "starting Ray", "warning: interrupted while starting; nothing was saved"),
+        ("starting", "starting Ray, trainer and engine", "warning: interrupted while starting; nothing was saved"),
     ]:
         process = start([*world[1], f"run.name={name}"], tmp_path)
         assert process.stdout is not None

@@ -247,6 +247,10 @@ def damaged(folder: Path, how: str) -> None:
         content["format"] = 2
     elif how == "field":
         del content["cursor"]
+    elif how == "step":
+        content["step"] = "1"
+    elif how == "config":
+        content["config"] = []
     if how == "cut":
         (state / "driver.json").write_text(json.dumps(content)[:100])
     elif how == "list":
@@ -268,6 +272,8 @@ DAMAGE = {
     "list": r"driver\.json is damaged \(TypeError\); continue",
     "missing": r"rank_0\.pt is missing; continue from another",
     "short": r"rank_0\.pt has 0 bytes instead of 1; continue from another",
+    "step": r"driver\.json is damaged \(ValueError\); continue",
+    "config": r"driver\.json is damaged \(TypeError\); continue",
     "none": r"step_1 has no training state: run\.save_every writes it",
 }
 

@@ -41,7 +41,7 @@ REQUIRED = {
 
 NOT_YET = "is not available yet; what works today:"
 REFUSED = {
-    "algo=grpo": f"algo=grpo {NOT_YET} algo=gkd",
+    "algo=grpo": f"algo=grpo {NOT_YET} algo=gkd or algo=opsd",
     "distill=sampled": f"distill=sampled {NOT_YET} distill=topk or distill=fullvocab",
     "distill=none": "algo=gkd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
     "teacher=none": "algo=gkd needs a teacher, got teacher=none; use teacher=colocated or teacher=standalone",

@@ -174,3 +174,16 @@ def test_what_is_wrong_with_a_plugin_is_one_line(name: str, message: str, tmp_pa
     with pytest.raises(ConfigError, match=message) as caught:
         load_preprocessor(name.format(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("body", ["import sys\n\ndef f(row):\n    sys.exit(0)\n", "raise SystemExit(0)\n"])
+def test_a_function_that_ends_the_process_is_an_error_like_others(body: str, tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(body)
+    with pytest.raises((ValueError, ConfigError), match="SystemExit"):
+        load_preprocessor(f"{tmp_path}/ends.py:f")({"prompt": "a"})
+
+
+@pytest.mark.parametrize("name", ["mine.py", "mine.py:", "package.", ":f"])
+def test_a_preprocessor_without_a_function(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"names no function; write file\.py:function or package\.function"):
+        load_preprocessor(name)
