@@ -84,8 +84,7 @@ class Checkpoints:
 
     def on_disk(self) -> list[Path]:
         """The complete ones, oldest first. More than `saved` knows of, if a save was interrupted at its very end."""
-        folders = self.folder.glob("[!.]*") if self.folder.exists() else ()
-        return sorted(folders, key=lambda path: path.stat().st_mtime_ns)
+        return training_state.oldest_first(self.folder)
 
     def remove_unfinished(self) -> None:
         """Delete what a process that died was writing. Only after every role has ended."""

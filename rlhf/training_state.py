@@ -148,8 +148,16 @@ def newest(run_dir: Path) -> Path | None:
 
 def complete(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, whatever is in them; unfinished ones begin with a dot."""
-    folder = run_dir / CHECKPOINTS
-    return sorted(path for path in folder.glob("[!.]*") if path.is_dir())
+    return sorted(_named_folders(run_dir / CHECKPOINTS))
+
+
+def oldest_first(checkpoints: Path) -> list[Path]:
+    """The complete ones in a folder of checkpoints, by the time they were written."""
+    return sorted(_named_folders(checkpoints), key=lambda path: path.stat().st_mtime_ns)
+
+
+def _named_folders(checkpoints: Path) -> list[Path]:
+    return [path for path in checkpoints.glob("[!.]*") if path.is_dir()]
 
 
 def plain(config: Any) -> Any:

@@ -58,8 +58,7 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
     share = 0.5 if shared else 1.0
     cluster = RayCluster(run.cluster, bundles=layout.devices)
     try:
-        engine_ranks = 1 if run.engine is None else run.engine.tensor_parallel
-        bundle_of = by_node(cluster.nodes, (run.train.tensor_parallel, engine_ranks))
+        bundle_of = by_node(cluster.nodes, (run.train.tensor_parallel, len(layout.replicas[0])))
         trainer = RayTrainer(
             cluster,
             trainer_setup(run, inputs, objective),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlhf.loggers.base import MetricLog
 from rlhf.loggers.jsonl import read
 from rlhf.report.summary import RunSummary
+from rlhf.training_state import CHECKPOINTS, oldest_first
 from rlhf.types import Metrics
 
 
@@ -16,23 +18,19 @@ def summarise(run_dir: Path) -> RunSummary:
         RlhfError: no metrics.jsonl, or it can't be read.
     """
     steps = read(run_dir)
-    phases: Metrics = {}
-    for metrics in steps.values():
-        for name, value in metrics.items():
-            if name.startswith("time/"):
-                phase = name.removeprefix("time/")
-                phases[phase] = phases.get(phase, 0.0) + value
+    log = MetricLog([])  # adds up the seconds, as it did while the run went on
+    for step, metrics in steps.items():
+        log.log(step, metrics)
     evals = [values for values in map(_evaluation, steps.values()) if values]
-    checkpoints = sorted((run_dir / "checkpoints").glob("[!.]*"), key=lambda path: path.stat().st_mtime_ns)
     return RunSummary(
         name=f"{run_dir.resolve().name} (not ended)",
         directory=run_dir,
         steps=max(steps, default=0),
-        seconds=phases.get("step", 0.0),
-        phases=phases,
+        seconds=log.seconds.get("step", 0.0),
+        phases=log.seconds,
         eval_before=evals[0] if evals else {},
         eval_after=evals[-1] if len(evals) > 1 else {},
-        saved=checkpoints,
+        saved=oldest_first(run_dir / CHECKPOINTS),
     )
 
 

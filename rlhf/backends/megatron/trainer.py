@@ -375,7 +375,7 @@ class MegatronTrainer:
         from rlhf.export import writing
 
         with writing(folder):
-            training_state.save(folder, *self._state_parts())
+            training_state.save(folder, self._rank_state())
 
     @on_device
     def load_state(self, folder: Path) -> int:
@@ -384,13 +384,19 @@ class MegatronTrainer:
         Raises:
             CheckpointError: a file that can't be read, or is of another model or layout.
         """
-        self.version = training_state.load(folder, *self._state_parts())
+        self.version = training_state.load(folder, self._rank_state())
         if self.teacher is not None:
             self.teacher.state_filled()
         return self.version
 
-    def _state_parts(self) -> tuple[Any, ...]:
+    def _rank_state(self) -> training_state.RankState:
         first_copy = self.rank % self.setup.train.tensor_parallel  # tensor-parallel ranks are neighbours
-        sharded = self.setup.train.distributed_optimizer
-        past = [] if self.teacher is None else self.teacher.state()
-        return self.rank, first_copy, self.student.module, self.optimizer, self.schedule, sharded, past
+        return training_state.RankState(
+            rank=self.rank,
+            first_copy=first_copy,
+            module=self.student.module,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            sharded=self.setup.train.distributed_optimizer,
+            teacher=[] if self.teacher is None else self.teacher.state(),
+        )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +27,30 @@ MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
 """What AdamW keeps of a parameter."""
 
 
-def save(
-    folder: Path,
-    rank: int,
-    first_copy: int,
-    module: Any,
-    optimizer: Any,
-    schedule: Any,
-    sharded: bool,
-    teacher: list[Tensor],
-) -> None:
-    """Write this rank's part.
+@dataclass(frozen=True)
+class RankState:
+    """What one trainer process has to save, and to fill again."""
 
-    Args:
-        first_copy: the rank whose weights this one's are a copy of; `rank` itself in the first copy.
-        sharded: each copy has its own part of the optimizer (the distributed optimizer).
-        teacher: what the teacher has of the student's past (an average of its weights); copies have the same.
-    """
-    state: dict[str, Any] = {"num_steps": schedule.num_steps, "rng": random_states()}
-    if rank == first_copy:
-        state["model"] = {name: parameter.detach() for name, parameter in module.named_parameters()}
-        state["teacher"] = teacher
-    if rank == first_copy or sharded:
-        of_model = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    rank: int
+    first_copy: int
+    """The rank whose weights this one's are a copy of; `rank` itself in the first copy."""
+    module: Any
+    optimizer: Any
+    schedule: Any
+    sharded: bool
+    """Each copy has its own part of the optimizer (the distributed optimizer)."""
+    teacher: list[Tensor]
+    """What the teacher has of the student's past (an average of its weights); copies have the same."""
+
+
+def save(folder: Path, own: RankState) -> None:
+    """Write this rank's part."""
+    state: dict[str, Any] = {"num_steps": own.schedule.num_steps, "rng": random_states()}
+    if own.rank == own.first_copy:
+        state["model"] = {name: parameter.detach() for name, parameter in own.module.named_parameters()}
+        state["teacher"] = own.teacher
+    if own.rank == own.first_copy or own.sharded:
+        of_model = {parameter.untyped_storage().data_ptr() for parameter in own.module.parameters()}
         state["optimizer"] = [
             [
                 moments
@@ -56,39 +58,30 @@ def save(
                 else {"main": parameter.detach(), **moments}
                 for parameter, moments in group
             ]
-            for group in adam_states(optimizer)
+            for group in adam_states(own.optimizer)
         ]
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(_compact(state), folder / file_of(rank))
+    torch.save(_compact(state), folder / file_of(own.rank))
 
 
 @torch.no_grad()
-def load(
-    folder: Path,
-    rank: int,
-    first_copy: int,
-    module: Any,
-    optimizer: Any,
-    schedule: Any,
-    sharded: bool,
-    teacher: list[Tensor],
-) -> int:
+def load(folder: Path, own: RankState) -> int:
     """What `save` wrote, into a trainer of the same layout -> optimizer steps done.
 
     Raises:
         CheckpointError: a file that can't be read, or is of another model.
     """
-    own = _read(folder / file_of(rank))
-    first = own if rank == first_copy else _read(folder / file_of(first_copy))
-    parameters = dict(module.named_parameters())
+    stored = _read(folder / file_of(own.rank))
+    first = stored if own.rank == own.first_copy else _read(folder / file_of(own.first_copy))
+    parameters = dict(own.module.named_parameters())
     if parameters.keys() != first["model"].keys():
         raise CheckpointError(f"{folder} is the state of another model; use model.path of the run it is from")
     for name, tensor in first["model"].items():
         _fill(parameters[name], tensor, folder)
-    for tensor, stored_tensor in zip(teacher, first["teacher"], strict=True):
+    for tensor, stored_tensor in zip(own.teacher, first["teacher"], strict=True):
         _fill(tensor, stored_tensor, folder)
-    stored = (own if sharded else first)["optimizer"]
-    for group, stored_group in zip(parameter_groups(optimizer), stored, strict=True):
+    stored_groups = (stored if own.sharded else first)["optimizer"]
+    for group, stored_group in zip(parameter_groups(own.optimizer), stored_groups, strict=True):
         for (adam, parameter), moments in zip(group, stored_group, strict=True):
             if "main" in moments:
                 _fill(parameter, moments.pop("main"), folder)
@@ -97,10 +90,10 @@ def load(
                 name: value.clone() if name == "step" else value.to(parameter.device, copy=True)
                 for name, value in moments.items()
             }
-    schedule.num_steps = own["num_steps"]
-    schedule.step(increment=0)  # sets the learning rates, which the next step may report
-    restore_random_states(own["rng"])
-    return int(schedule.num_steps)
+    own.schedule.num_steps = stored["num_steps"]
+    own.schedule.step(increment=0)  # sets the learning rates, which the next step may report
+    restore_random_states(stored["rng"])
+    return int(own.schedule.num_steps)
 
 
 def file_of(rank: int) -> str:
