@@ -46,6 +46,10 @@ class MisalignedScores(RlhfError):
     """Teacher scores don't cover exactly the response rows they are joined to."""
 
 
+class RewardError(RlhfError):
+    """A reward function that failed, took too long, or gave something that is no number."""
+
+
 class TrainingDiverged(RlhfError):
     """A gradient that isn't finite."""
 

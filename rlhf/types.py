@@ -114,6 +114,16 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
+class Rewards:
+    """What the reward functions say about n responses."""
+
+    total: Float32[np.ndarray, " n"]
+    """The weighted sum of `parts`."""
+    parts: Mapping[str, Float32[np.ndarray, " n"]]
+    """Each function's own rewards, by its name, not weighted."""
+
+
+@dataclass(frozen=True)
 class MicroBatchPlan:
     """Which samples one forward pass takes, in packing order."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rlhf.types import BatchPlan, Experience, Metrics, MiniBatch, Prompts, Rollouts, Sequences
+from rlhf.types import BatchPlan, Experience, Metrics, MiniBatch, Prompts, Rewards, Rollouts, Sequences
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -95,4 +95,20 @@ class Engine(Protocol):
 
     def sleep(self) -> Future[None]:
         """Free the device's memory for those who share it; the next update of weights wakes the engine."""
+        ...
+
+
+class Rewarder(Protocol):
+    """The reward functions."""
+
+    def score(self, sequences: Sequences, rows: Sequence[Mapping[str, Any]]) -> Future[Rewards]:
+        """Reward every response.
+
+        Args:
+            sequences: n prompts with their responses.
+            rows: the columns of the data's row that each of them answers; several responses may share one.
+
+        Raises:
+            RewardError: a function failed or gave no number; the message names the function and the row.
+        """
         ...
