@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -139,29 +140,54 @@ def topk_rows(
         ConfigError: bucket or drop at another temperature than 1, and the teacher gave no log_normaliser.
     """
     shard = shard or Shard(logits.shape[1])
-    ids, valid, alive = _slots(teacher, shard.vocabulary)
-    # With every token at hand an impossible one is an outcome like the others, as in `full_rows`.
-    kept = valid if ids.shape[1] == shard.vocabulary else alive
+    slots = topk_slots(teacher, shard.vocabulary)
+    if tail is Tail.renormalise:
+        return topk_outcomes(shard.at(logits, slots.ids) / temperature, None, teacher, slots, beta, temperature, tail)
+    every_student_logprob = log_probs(logits, temperature, shard)
+    student = shard.at(every_student_logprob, slots.ids)
+    if tail is Tail.drop or slots.everything:
+        return topk_outcomes(student, None, teacher, slots, beta, temperature, tail)
+    # By logsumexp over the complement: once the student is peaked, 1 - sum(p) would be nothing but rounding.
+    inside = shard.contains(slots.ids, slots.alive, logits.shape[1])
+    student_tail = shard.logsumexp(every_student_logprob.masked_fill(inside, 2 * LOG_ZERO))
+    return topk_outcomes(student, student_tail, teacher, slots, beta, temperature, tail)
 
+
+def topk_outcomes(
+    student: Float[Tensor, "rows k"],
+    student_tail: Float[Tensor, " rows"] | None,
+    teacher: TopKScores,
+    slots: Slots,
+    beta: float,
+    temperature: float,
+    tail: Tail,
+) -> Float[Tensor, " rows"]:
+    """`topk_rows`, of what it needs to know of the student.
+
+    Args:
+        student: log-probabilities of the teacher's tokens at the temperature; `renormalise` takes logits as well. What
+            stands in slots that aren't kept doesn't matter.
+        student_tail: log-probability of all other tokens; for `bucket`, unless k = V.
+
+    Raises:
+        ConfigError: see `topk_rows`.
+    """
     if tail is Tail.renormalise:
         # The lowest finite number, not -inf: a row with nothing left is then uniform on both sides instead of NaN.
-        lowest = torch.finfo(logits.dtype).min
-        student = (shard.at(logits, ids) / temperature).clamp(min=lowest).masked_fill(~kept, lowest)
-        raw_teacher = teacher.logprobs.to(logits.dtype) / temperature
-        raw_teacher = raw_teacher.clamp(min=lowest).masked_fill(~kept, lowest)
+        lowest = torch.finfo(student.dtype).min
+        student = student.clamp(min=lowest).masked_fill(~slots.kept, lowest)
+        raw_teacher = teacher.logprobs.to(student.dtype) / temperature
+        raw_teacher = raw_teacher.clamp(min=lowest).masked_fill(~slots.kept, lowest)
         return generalised_jsd(log_probs(student), log_probs(raw_teacher), beta)
 
-    every_student_logprob = log_probs(logits, temperature, shard)
-    student = shard.at(every_student_logprob, ids).masked_fill(~kept, 2 * LOG_ZERO)
-    teacher_logprobs = _teacher_logprobs(teacher, temperature, tail).to(logits.dtype).masked_fill(~alive, 2 * LOG_ZERO)
+    student = student.masked_fill(~slots.kept, 2 * LOG_ZERO)
+    teacher_logprobs = _teacher_logprobs(teacher, temperature, tail).to(student.dtype)
+    teacher_logprobs = teacher_logprobs.masked_fill(~slots.alive, 2 * LOG_ZERO)
     if tail is Tail.drop:
         return generalised_jsd(student, teacher_logprobs, beta, normalised=False)
-    if ids.shape[1] == shard.vocabulary:
+    if slots.everything:
         return generalised_jsd(student, teacher_logprobs, beta)
-
-    # By logsumexp over the complement: once the student is peaked, 1 - sum(p) would be nothing but rounding.
-    inside = shard.contains(ids, alive, logits.shape[1])
-    student_tail = shard.logsumexp(every_student_logprob.masked_fill(inside, 2 * LOG_ZERO))
+    assert student_tail is not None
     teacher_tail = -torch.expm1(teacher_logprobs.logsumexp(-1).clamp(max=0.0))
     missing = (TAIL_FLOOR - teacher_tail).clamp(min=0.0)
     student_tail = torch.logaddexp(student_tail, missing.log().clamp(min=2 * LOG_ZERO))
@@ -191,13 +217,30 @@ def full_rows(
     return shard.add(generalised_jsd(student, teacher, beta))
 
 
-def _slots(
-    teacher: TopKScores, vocabulary: int
-) -> tuple[Int[Tensor, "rows k"], Bool[Tensor, "rows k"], Bool[Tensor, "rows k"]]:
-    """Ids that can be gathered; which were in the vocabulary; which of those the teacher finds possible."""
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """What the slots of a teacher's top k hold."""
+
+    ids: Int[Tensor, "rows k"]
+    """Of tokens of the vocabulary, so that they can be gathered."""
+    kept: Bool[Tensor, "rows k"]
+    """Outcomes of the divergence; other slots belong to the tail."""
+    alive: Bool[Tensor, "rows k"]
+    """Tokens that the teacher finds possible."""
+    everything: bool
+    """k = V: there is no tail."""
+
+    def __getitem__(self, rows: slice) -> Slots:
+        return Slots(self.ids[rows], self.kept[rows], self.alive[rows], self.everything)
+
+
+def topk_slots(teacher: TopKScores, vocabulary: int) -> Slots:
     ids = teacher.ids.long()
     valid = (ids >= 0) & (ids < vocabulary)
-    return ids.masked_fill(~valid, 0), valid, valid & (teacher.logprobs > LOG_ZERO)
+    alive = valid & (teacher.logprobs > LOG_ZERO)
+    everything = ids.shape[1] == vocabulary
+    # With every token at hand an impossible one is an outcome like the others, as in `full_rows`.
+    return Slots(ids.masked_fill(~valid, 0), valid if everything else alive, alive, everything)
 
 
 def _teacher_logprobs(teacher: TopKScores, temperature: float, tail: Tail) -> Float[Tensor, "rows k"]:
@@ -229,16 +272,20 @@ def _measured(
     entropy = -shard.add((logprobs.exp() * logprobs.clamp(min=LOG_ZERO)).sum(-1))
     teacher_mass = student_mass = torch.ones_like(entropy)
     if teacher is not None:
-        ids, _, alive = _slots(teacher, shard.vocabulary)
-        # Rounding can lift a sum of k probabilities just above 1.
-        teacher_mass = teacher.logprobs.to(logits.dtype).exp().masked_fill(~alive, 0.0).sum(-1).clamp(max=1.0)
-        student_mass = shard.at(logprobs, ids).exp().masked_fill(~alive, 0.0).sum(-1).clamp(max=1.0)
+        slots = topk_slots(teacher, shard.vocabulary)
+        teacher_mass = mass(teacher.logprobs.to(logits.dtype), slots.alive)
+        student_mass = mass(shard.at(logprobs, slots.ids), slots.alive)
     logprob = None
     if targets is not None:
         # Greedy sampling has no distribution; its log-probs are reported at temperature 1, as the engine does.
         at = logprobs if sampler_temperature in (0, 1) else log_probs(logits, sampler_temperature, shard)
         logprob = shard.at(at, targets.long()[:, None])[:, 0]
     return RowLosses(loss, entropy, teacher_mass, student_mass, logprob)
+
+
+def mass(logprobs: Float[Tensor, "rows k"], counted: Bool[Tensor, "rows k"]) -> Float[Tensor, " rows"]:
+    """Probability of the counted tokens. Rounding can lift a sum of k probabilities just above 1."""
+    return logprobs.exp().masked_fill(~counted, 0.0).sum(-1).clamp(max=1.0)
 
 
 # ---- on heads
@@ -265,7 +312,7 @@ def topk_divergence(
         ConfigError: see `topk_rows` and `VocabHead.logits`.
         MisalignedScores: the scores don't have one row for each of the student's.
     """
-    _require_rows(student, len(teacher))
+    require_rows(student, len(teacher))
 
     def chunk(rows: slice) -> RowLosses:
         logits, scores = student.select(rows).logits(), teacher[rows]
@@ -288,7 +335,7 @@ def full_divergence(
 
     Arguments and errors are those of `topk_divergence`.
     """
-    _require_rows(student, len(teacher))
+    require_rows(student, len(teacher))
     shared = shared_shard(student, teacher)
 
     def chunk(rows: slice) -> RowLosses:
@@ -310,7 +357,7 @@ def forward_and_reverse_kl(
     Raises:
         MisalignedScores: the heads have different numbers of rows.
     """
-    _require_rows(student, len(teacher))
+    require_rows(student, len(teacher))
     shared = shared_shard(student, teacher)
 
     def chunk(rows: slice) -> tuple[Tensor, Tensor]:
@@ -339,6 +386,6 @@ def _rows_of(values: Tensor | None, rows: slice) -> Tensor | None:
     return None if values is None else values[rows]
 
 
-def _require_rows(student: VocabHead, scored: int) -> None:
+def require_rows(student: VocabHead, scored: int) -> None:
     if len(student) != scored:
         raise MisalignedScores(f"the teacher scored {scored} rows but the student has {len(student)}")

@@ -74,3 +74,17 @@ class RowLosses:
             torch.cat([part.student_mass for part in parts]),
             torch.cat(logprobs) if logprobs else None,
         )
+
+    def spread_out(self, rows: Int[Tensor, " chosen"], count: int) -> RowLosses:
+        """At these rows of `count`; zero at all others."""
+
+        def at_rows(values: Tensor) -> Tensor:
+            return values.new_zeros(count).index_put((rows,), values)
+
+        return RowLosses(
+            at_rows(self.loss),
+            at_rows(self.entropy),
+            at_rows(self.teacher_mass),
+            at_rows(self.student_mass),
+            None if self.logprob is None else at_rows(self.logprob),
+        )

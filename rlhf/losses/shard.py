@@ -88,6 +88,10 @@ class Shard:
         column = torch.arange(logits.shape[1], device=logits.device)
         return logits.masked_fill(column >= self.vocabulary - self.start, PADDING)
 
+    def columns(self, held: int) -> int:
+        """Of `held` columns, those that stand for tokens; the rest is padding."""
+        return max(0, min(held, self.vocabulary - self.start))
+
     def max(self, values: Float[Tensor, "rows n"]) -> Float[Tensor, "rows 1"]:
         """The largest of each row; no gradient."""
         largest = values.detach().amax(-1, keepdim=True)

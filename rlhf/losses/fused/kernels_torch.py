@@ -1,0 +1,208 @@
+"""The row kernels of the fused losses in plain torch: for CPUs, and the reference of the Triton ones.
+
+A kernel works on a block of raw logits `x`, `[rows, n]`: what the matmul with a head gave. `Transform` makes logits of
+them. `y` is the other model's block. Columns from `columns` on are padding, and a raw logit of `EXCLUDED` or less is no
+outcome; both get no probability and no gradient.
+
+Over a vocabulary that ranks share, `statistics` and `mixture_moments` are of the own columns; `RowStatistics.joined` and
+a sum put them together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf.losses.heads import VocabHead
+
+EXCLUDED = -60000.0
+"""Finite also in float16, and exact there."""
+TINY = 1e-37
+"""Keeps the logarithm of a probability that underflowed finite; it is multiplied by that zero."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """From raw logits to logits: `softcap(scale * (x + bias)) / temperature`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    bias: Float[Tensor, " n"] | None = None
+
+    @classmethod
+    def of(cls, head: VocabHead) -> Transform:
+        return cls(head.scale, head.softcap, None if head.bias is None else head.bias.detach())
+
+    def __call__(self, raw: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logits at temperature 1, and their derivative by the raw ones."""
+        z = (raw if bias is None else raw + bias.to(raw.dtype)) * self.scale
+        if self.softcap is None:
+            return z, torch.full_like(z, self.scale)
+        tanh = torch.tanh(z / self.softcap)
+        return self.softcap * tanh, self.scale * (1 - tanh.square())
+
+
+@dataclass
+class RowStatistics:
+    """Of each row's logits at a temperature, over the columns at hand; fp32 (fp64 of fp64)."""
+
+    max: Float[Tensor, " rows"]
+    total: Float[Tensor, " rows"]
+    """Sum of exp(z - max)."""
+    dot: Float[Tensor, " rows"] | None
+    """Sum of exp(z - max) * z; of x only."""
+    gap: Float[Tensor, " rows"] | None = None
+    """Sum of exp(z - max) * (z - the other model's z)."""
+
+    def joined(self, group: object | None) -> RowStatistics:
+        """Of all ranks' columns together."""
+        if group is None:
+            return self
+        largest = self.max.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)  # type: ignore[arg-type]
+        zeros = torch.zeros_like(self.total)
+        every = [self.total, zeros if self.dot is None else self.dot, zeros if self.gap is None else self.gap]
+        total, dot, gap = sums = torch.stack(every) * (self.max - largest).exp()
+        dist.all_reduce(sums, group=group)  # type: ignore[arg-type]
+        return RowStatistics(largest, total, None if self.dot is None else dot, None if self.gap is None else gap)
+
+    @property
+    def log_z(self) -> Float[Tensor, " rows"]:
+        """logsumexp."""
+        return self.max + self.total.log()
+
+    @property
+    def mean(self) -> Float[Tensor, " rows"]:
+        """The expected logit."""
+        assert self.dot is not None
+        return self.dot / self.total
+
+    @property
+    def mean_gap(self) -> Float[Tensor, " rows"]:
+        assert self.gap is not None
+        return self.gap / self.total
+
+
+def statistics(
+    x: Float[Tensor, "rows n"],
+    transform: Transform,
+    columns: int,
+    temperature: float = 1.0,
+    y: Float[Tensor, "rows n"] | None = None,
+    transform_y: Transform | None = None,
+    gaps: bool = False,
+) -> tuple[RowStatistics, RowStatistics | None]:
+    """Of `x`, and of `y` if there is one; with gaps if they are asked for."""
+    z, kept, _ = _logits(x, transform, columns, temperature)
+    if y is None:
+        return _of(z, kept, None), None
+    assert transform_y is not None
+    u, kept_u, _ = _logits(y, transform_y, columns, temperature)
+    return _of(z, kept, z - u if gaps else None), _of(u, kept_u, u - z if gaps else None)
+
+
+def _of(z: Tensor, kept: Tensor, gap: Tensor | None) -> RowStatistics:
+    largest = z.amax(-1) if z.shape[1] else z.new_full(z.shape[:1], EXCLUDED)
+    weight = (z - largest[:, None]).exp() * kept
+    return RowStatistics(largest, weight.sum(-1), (weight * z).sum(-1), None if gap is None else (weight * gap).sum(-1))
+
+
+def mixture_moments(
+    x: Float[Tensor, "rows n"],
+    y: Float[Tensor, "rows n"],
+    transform: Transform,
+    transform_y: Transform,
+    columns: int,
+    temperature: float,
+    beta: float,
+    log_zx: Float[Tensor, " rows"],
+    log_zy: Float[Tensor, " rows"],
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """sum p log(p / m) and sum q log(q / m) with p, q the distributions of x and y and m = beta q + (1 - beta) p."""
+    log_p, p, log_q, q, _ = _pair(x, y, transform, transform_y, columns, temperature, log_zx, log_zy)
+    log_m = _log_mixture(p, q, beta)
+    return (p * (log_p - log_m)).sum(-1), (q * (log_q - log_m)).sum(-1)
+
+
+def divergence_gradient_(
+    x: Float[Tensor, "rows n"],
+    y: Float[Tensor, "rows n"],
+    transform: Transform,
+    transform_y: Transform,
+    columns: int,
+    temperature: float,
+    beta: float,
+    log_zx: Float[Tensor, " rows"],
+    log_zy: Float[Tensor, " rows"],
+    kl: Float[Tensor, " rows"],
+    weights: Float[Tensor, " rows"],
+) -> None:
+    """x becomes the gradient of the weighted divergence by x.
+
+    Args:
+        kl: KL(p||q) for beta=1, KL(p||m) for 0 < beta < 1; not used for beta=0.
+    """
+    log_p, p, log_q, q, slope = _pair(x, y, transform, transform_y, columns, temperature, log_zx, log_zy)
+    if beta == 0:
+        gradient = p - q
+    elif beta == 1:
+        gradient = p * (log_p - log_q - kl[:, None])
+    else:
+        gradient = (1 - beta) * p * (log_p - _log_mixture(p, q, beta) - kl[:, None])
+    x[:, columns:] = 0
+    x[:, :columns] = (gradient * slope * (weights / temperature)[:, None]).to(x.dtype)
+
+
+def softmax_gradient_(
+    x: Float[Tensor, "rows n"],
+    transform: Transform,
+    columns: int,
+    temperature: float,
+    a: Float[Tensor, " rows"],
+    log_u: Float[Tensor, " rows"],
+    b: Float[Tensor, " rows"],
+    log_v: Float[Tensor, " rows"],
+) -> None:
+    """x becomes `(a exp(z - log_u) + b exp(z - log_v)) dz/dx`; zero where it is excluded."""
+    z, kept, slope = _logits(x, transform, columns, temperature)
+    gradient = a[:, None] * (z - log_u[:, None]).exp() + b[:, None] * (z - log_v[:, None]).exp()
+    x[:, columns:] = 0
+    x[:, :columns] = (gradient * kept * slope / temperature).to(x.dtype)
+
+
+def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype)
+
+
+def _logits(raw: Tensor, transform: Transform, columns: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits at the temperature, which are outcomes, and the derivative of the logits at temperature 1."""
+    raw = raw[:, :columns]
+    kept = raw > EXCLUDED
+    raw = raw if raw.dtype == torch.float64 else raw.float()
+    z, slope = transform(raw, None if transform.bias is None else transform.bias[:columns])
+    return (z / temperature).masked_fill(~kept, EXCLUDED), kept, slope
+
+
+def _pair(
+    x: Tensor,
+    y: Tensor,
+    transform: Transform,
+    transform_y: Transform,
+    columns: int,
+    temperature: float,
+    log_zx: Tensor,
+    log_zy: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """log p, p, log q, q, and the derivative of x's logits."""
+    z, _, slope = _logits(x, transform, columns, temperature)
+    u, _, _ = _logits(y, transform_y, columns, temperature)
+    log_p, log_q = z - log_zx[:, None], u - log_zy[:, None]
+    return log_p, log_p.exp(), log_q, log_q.exp(), slope
+
+
+def _log_mixture(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    return (beta * q + (1 - beta) * p).clamp(min=TINY).log()

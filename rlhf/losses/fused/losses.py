@@ -1,0 +1,366 @@
+"""The divergences and log-probabilities of `rlhf.losses.divergence` without logits: one projection, and gradients in
+the forward pass.
+
+Each returns the weighted sum, which carries the gradient, and `RowLosses` without one. Dense and fused are compared in
+tests/unit/test_fused.py, and split over ranks in tests/integration/test_parallel_losses.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rlhf.config.distill import Tail
+from rlhf.losses.divergence import LOG_ZERO, mass, require_rows, topk_outcomes, topk_slots
+from rlhf.losses.fused.kernels_torch import EXCLUDED, RowStatistics, Transform
+from rlhf.losses.fused.projection import RowBlocks, Weights, converted, kernels_for, project, weighted_loss
+from rlhf.losses.heads import VocabHead, shared_shard
+from rlhf.losses.rows import RowLosses, TopKScores
+from rlhf.losses.shard import Shard
+
+
+SelectedLoss = Callable[[slice, Float[Tensor, "part k"], Float[Tensor, " part"]], Float[Tensor, " part"]]
+"""(rows, log-probabilities of the selected tokens, log-probability of all others) -> losses. Differentiated by torch."""
+
+
+def full_divergence(
+    student: VocabHead,
+    teacher: VocabHead,
+    weights: Float[Tensor, " rows"],
+    beta: float,
+    temperature: float,
+    targets: Int[Tensor, " rows"] | None = None,
+    sampler_temperature: float = 1.0,
+) -> tuple[Tensor, RowLosses]:
+    """The fused `rlhf.losses.divergence.full_divergence`, weighted.
+
+    Args:
+        weights: of each row's loss; on the host, so that nothing waits for the GPU. Rows of weight zero aren't projected;
+            what is said of them is zero.
+
+    Raises:
+        MisalignedScores: the heads have different numbers of rows.
+    """
+    require_rows(student, len(teacher))
+
+    def of_rows(rows: Tensor | slice, some: Weights) -> tuple[Tensor, RowLosses]:
+        loss = _FullRows(
+            student.select(rows),
+            converted(teacher.select(rows)),
+            beta,
+            temperature,
+            _Measured(student, None if targets is None else targets[rows], sampler_temperature),
+        )
+        total, losses = weighted_loss(student.select(rows), some, loss)
+        ones = torch.ones_like(losses)
+        return total, loss.measured.rows(losses, ones, ones)
+
+    return _of_weighted_rows(student, weights, of_rows)
+
+
+def topk_divergence(
+    student: VocabHead,
+    teacher: TopKScores,
+    weights: Float[Tensor, " rows"],
+    beta: float,
+    temperature: float,
+    tail: Tail,
+    targets: Int[Tensor, " rows"] | None = None,
+    sampler_temperature: float = 1.0,
+) -> tuple[Tensor, RowLosses]:
+    """The fused `rlhf.losses.divergence.topk_divergence`, weighted; see `full_divergence`.
+
+    Raises:
+        ConfigError: see `rlhf.losses.divergence.topk_rows`.
+        MisalignedScores: the scores don't have one row for each of the student's.
+    """
+    require_rows(student, len(teacher))
+
+    def of_rows(rows: Tensor | slice, some: Weights) -> tuple[Tensor, RowLosses]:
+        scores = teacher[rows]
+        slots = topk_slots(scores, student.vocabulary)
+
+        def outcomes(part: slice, logprobs: Tensor, rest: Tensor) -> Tensor:
+            return topk_outcomes(logprobs, rest, scores[part], slots[part], beta, temperature, tail)
+
+        measured = _Measured(student, None if targets is None else targets[rows], sampler_temperature)
+        loss = _SelectedRows(student.select(rows), slots.ids, slots.kept, outcomes, temperature, measured)
+        total, losses = weighted_loss(student.select(rows), some, loss)
+        teacher_mass = mass(scores.logprobs.to(losses.dtype), slots.alive)
+        return total, measured.rows(losses, teacher_mass, mass(loss.logprobs_at_1, slots.alive))
+
+    return _of_weighted_rows(student, weights, of_rows)
+
+
+def token_loss(
+    student: VocabHead,
+    targets: Int[Tensor, " rows"],
+    weights: Float[Tensor, " rows"],
+    loss_of: Callable[[Tensor | slice, Float[Tensor, " part"]], Float[Tensor, " part"]],
+    temperature: float = 1.0,
+) -> tuple[Tensor, RowLosses]:
+    """Of losses that depend on the log-probability of each row's token: cross entropy, policy gradients.
+
+    Args:
+        loss_of: (indices of rows, their tokens' log-probabilities at `temperature`) -> their losses.
+
+    Returns:
+        `RowLosses.logprob` is at `temperature`, too.
+    """
+
+    def of_rows(rows: Tensor | slice, some: Weights) -> tuple[Tensor, RowLosses]:
+        def of_part(part: slice, logprobs: Tensor, rest: Tensor) -> Tensor:
+            index = part if isinstance(rows, slice) else rows[part]
+            return loss_of(index, logprobs[:, 0])
+
+        ids = targets[rows].long()[:, None]
+        measured = _Measured(student, targets[rows], temperature)
+        loss = _SelectedRows(
+            student.select(rows), ids, torch.ones_like(ids, dtype=torch.bool), of_part, temperature, measured
+        )
+        total, losses = weighted_loss(student.select(rows), some, loss)
+        ones = torch.ones_like(losses)
+        return total, measured.rows(losses, ones, ones)
+
+    return _of_weighted_rows(student, weights, of_rows)
+
+
+def _of_weighted_rows(
+    student: VocabHead,
+    weights: Float[Tensor, " rows"],
+    of_rows: Callable[[Tensor | slice, Weights], tuple[Tensor, RowLosses]],
+) -> tuple[Tensor, RowLosses]:
+    """`of_rows` of the rows that have a weight; zeros for the others."""
+    device = student.hidden.device
+    counted = weights.detach() != 0
+    if bool(counted.all()):
+        return of_rows(slice(None), Weights.of(weights, device))
+    chosen = counted.nonzero()[:, 0]
+    total, rows = of_rows(chosen.to(device), Weights.of(weights[chosen], device))
+    return total, rows.spread_out(chosen.to(device), len(student))
+
+
+# ---- what a row loss measures beside the loss
+
+
+@dataclass
+class _Measured:
+    """Entropy at temperature 1, and the log-probability of the targets at the sampler's, of rows as they come."""
+
+    head: VocabHead
+    targets: Int[Tensor, " rows"] | None
+    sampler_temperature: float
+    entropies: list[Tensor] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def target_temperature(self) -> float:
+        """Greedy sampling has no distribution; its log-probs are reported at temperature 1, as the engine does."""
+        return self.sampler_temperature or 1.0
+
+    def rows(self, losses: Tensor, teacher_mass: Tensor, student_mass: Tensor) -> RowLosses:
+        return RowLosses(
+            losses,
+            torch.cat(self.entropies),
+            teacher_mass,
+            student_mass,
+            torch.cat(self.logprobs) if self.logprobs else None,
+        )
+
+
+@dataclass
+class _FullRows:
+    """`RowLoss` over the whole vocabulary."""
+
+    student: VocabHead
+    teacher: VocabHead
+    beta: float
+    temperature: float
+    measured: _Measured
+
+    def __post_init__(self) -> None:
+        head = self.student
+        self.shard = shared_shard(self.student, self.teacher)
+        self.own_shard = head.shard
+        self.transform, self.teacher_transform = Transform.of(head), Transform.of(self.teacher)
+        self.kernels = kernels_for(head.hidden.device)
+        self.buffer: Tensor | None = None
+
+    def __call__(self, rows: slice, raw: Tensor, weights: Tensor | None) -> Tensor:
+        kernels, shard, t = self.kernels, self.shard, self.temperature
+        transforms, columns = (self.transform, self.teacher_transform), shard.columns(raw.shape[1])
+        other = self._teacher_raw(rows, raw)
+        of_x, of_y = kernels.statistics(
+            raw, self.transform, columns, t, other, self.teacher_transform, gaps=self.beta in (0, 1)
+        )
+        of_x, of_y = of_x.joined(shard.group), of_y.joined(shard.group)
+        self._measure(rows, raw, of_x)
+        log_z = of_x.log_z, of_y.log_z
+        if self.beta == 0:
+            kl = loss = of_y.mean_gap - log_z[1] + log_z[0]
+        elif self.beta == 1:
+            kl = loss = of_x.mean_gap - log_z[0] + log_z[1]
+        else:
+            moments = kernels.mixture_moments(raw, other, *transforms, columns, t, self.beta, *log_z)
+            kl, of_teacher = shard.add(torch.stack(moments))
+            loss = self.beta * of_teacher + (1 - self.beta) * kl
+        if weights is not None:
+            kernels.divergence_gradient_(raw, other, *transforms, columns, t, self.beta, *log_z, kl, weights)
+        return loss
+
+    def _teacher_raw(self, rows: slice, raw: Tensor) -> Tensor:
+        """In a buffer that all parts use."""
+        if self.buffer is None:
+            columns = self.teacher.weight.shape[0]
+            self.buffer = raw.new_empty((len(raw), -(-columns // 16) * 16), dtype=self.teacher.weight.dtype)[
+                :, :columns
+            ]
+        other = self.buffer[: len(raw)]
+        project(other, self.teacher, rows)
+        return other
+
+    def _measure(self, rows: slice, raw: Tensor, at_temperature: RowStatistics) -> None:
+        """Before gradients take the logits' place. Of the student's whole vocabulary, which may be larger than the shared."""
+        measured, shard = self.measured, self.own_shard
+        known = {self.temperature: at_temperature} if shard.vocabulary == self.shard.vocabulary else {}
+
+        def at(temperature: float) -> RowStatistics:
+            if temperature not in known:
+                of_x, _ = self.kernels.statistics(raw, self.transform, shard.columns(raw.shape[1]), temperature)
+                known[temperature] = of_x.joined(shard.group)
+            return known[temperature]
+
+        measured.entropies.append(at(1.0).log_z - at(1.0).mean)
+        if measured.targets is not None:
+            logit = _logits_at(raw, self.transform, measured.targets[rows].long()[:, None], shard)[0][:, 0]
+            t = measured.target_temperature
+            measured.logprobs.append(logit / t - at(t).log_z)
+
+
+@dataclass
+class _SelectedRows:
+    """`RowLoss` of a few tokens a row and of the rest of the probability, which is one outcome.
+
+    The gradient by the rest is the same for all its tokens but for their probability, so that it is as cheap as softmax's:
+    d/dz_j = g_rest p_j/p_rest - G p_j, with G the sum of all gradients by log-probabilities.
+    """
+
+    student: VocabHead
+    ids: Int[Tensor, "rows k"]
+    kept: Tensor
+    """Which of them are tokens; [rows, k] bool."""
+    loss_of: SelectedLoss
+    temperature: float
+    measured: _Measured
+
+    def __post_init__(self) -> None:
+        self.transform = Transform.of(self.student)
+        self.kernels = kernels_for(self.student.hidden.device)
+        self._logprobs_at_1: list[Tensor] = []
+
+    @property
+    def logprobs_at_1(self) -> Tensor:
+        """Of the selected tokens, at temperature 1."""
+        return torch.cat(self._logprobs_at_1)
+
+    def __call__(self, rows: slice, raw: Tensor, weights: Tensor | None) -> Tensor:
+        shard, t = self.student.shard, self.temperature
+        columns, width = shard.columns(raw.shape[1]), raw.shape[1]
+        ids, kept = self.ids[rows], self.kept[rows]
+        logits, slopes, place = _logits_at(raw, self.transform, ids, shard)
+        measured = self.measured
+        target = None
+        if measured.targets is not None:
+            target = _logits_at(raw, self.transform, measured.targets[rows].long()[:, None], shard)[0][:, 0]
+        # The column beyond the vocabulary takes what is not here or not kept. It is there: see `projection`.
+        place = place.masked_fill(~kept, width)
+        wider = raw.as_strided((raw.shape[0], width + 1), raw.stride())
+        wider.scatter_(1, place, EXCLUDED)
+        known: dict[float, tuple[Tensor, Tensor, Tensor]] = {}
+
+        def at(temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+            """(logsumexp of the rest, of everything, expected logit) at a temperature."""
+            if temperature not in known:
+                rest, _ = self.kernels.statistics(raw, self.transform, columns, temperature)
+                rest = rest.joined(shard.group)
+                inside = (logits / temperature).masked_fill(~kept, LOG_ZERO)
+                log_rest = rest.log_z.clamp(min=LOG_ZERO)
+                log_z = torch.logaddexp(log_rest, inside.logsumexp(-1))
+                p = (inside - log_z[:, None]).exp()
+                mean = (log_rest - log_z).exp() * rest.dot / rest.total.clamp(min=1e-37) + (
+                    p * inside.clamp(min=EXCLUDED)
+                ).sum(-1)
+                known[temperature] = log_rest, log_z, mean
+            return known[temperature]
+
+        _, log_z_1, mean_1 = at(1.0)
+        measured.entropies.append(log_z_1 - mean_1)
+        self._logprobs_at_1.append(logits - log_z_1[:, None])
+        if target is not None:
+            measured.logprobs.append(target / measured.target_temperature - at(measured.target_temperature)[1])
+        log_rest, log_z, _ = at(t)
+        with torch.enable_grad():
+            logprobs = (logits / t - log_z[:, None]).requires_grad_()
+            log_p_rest = (log_rest - log_z).requires_grad_()
+            loss = self.loss_of(rows, logprobs, log_p_rest)
+            if weights is not None:
+                wanted = torch.autograd.grad(
+                    (weights * loss).sum(), (logprobs, log_p_rest), allow_unused=True, materialize_grads=True
+                )
+        if weights is not None:
+            of_logprobs, of_rest = wanted
+            of_logprobs = of_logprobs.masked_fill(~kept, 0.0)
+            every = of_logprobs.sum(-1) + of_rest
+            self.kernels.softmax_gradient_(raw, self.transform, columns, t, of_rest, log_rest, -every, log_z)
+            of_logits = (of_logprobs - every[:, None] * logprobs.detach().exp()) * slopes / t
+            wider.scatter_(1, place, of_logits.masked_fill(~kept, 0.0).to(raw.dtype))
+        return loss.detach()
+
+
+def _logits_at(
+    raw: Tensor, transform: Transform, ids: Int[Tensor, "rows k"], shard: Shard
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of tokens at temperature 1 and their slopes, and the columns they are in here: one beyond for elsewhere."""
+    column = ids - shard.start
+    here = (column >= 0) & (column < raw.shape[1])
+    column = column.masked_fill(~here, 0)
+    values = raw.gather(1, column)
+    values = values if values.dtype == torch.float64 else values.float()
+    logits, slopes = transform(values, None if transform.bias is None else transform.bias[column])
+    logits = shard.add(logits.masked_fill(~here, 0.0))
+    return logits, slopes, column.masked_fill(~here, raw.shape[1])
+
+
+@torch.no_grad()
+def forward_and_reverse_kl(
+    student: VocabHead, teacher: VocabHead
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """The fused `rlhf.losses.divergence.forward_and_reverse_kl`.
+
+    Raises:
+        MisalignedScores: the heads have different numbers of rows.
+    """
+    require_rows(student, len(teacher))
+    shard, kernels = shared_shard(student, teacher), kernels_for(student.hidden.device)
+    student, teacher = converted(student), converted(teacher)
+    columns, dtype = student.weight.shape[0], student.weight.dtype
+    plan = RowBlocks.of(len(student), columns, dtype, student.hidden.device)
+    of_student = student.weight.new_empty(plan.part, columns)
+    of_teacher = student.weight.new_empty(plan.part, teacher.weight.shape[0])
+    forward, reverse = [], []
+    for block in plan.blocks():
+        for part in plan.parts(block):
+            x, y = of_student[: part.stop - part.start], of_teacher[: part.stop - part.start]
+            project(x, student, part)
+            project(y, teacher, part)
+            of_x, of_y = kernels.statistics(
+                x, Transform.of(student), shard.columns(columns), 1.0, y, Transform.of(teacher), gaps=True
+            )
+            of_x, of_y = of_x.joined(shard.group), of_y.joined(shard.group)
+            forward.append(of_y.mean_gap - of_y.log_z + of_x.log_z)
+            reverse.append(of_x.mean_gap - of_x.log_z + of_y.log_z)
+    return torch.cat(forward), torch.cat(reverse)

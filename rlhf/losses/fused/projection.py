@@ -1,0 +1,228 @@
+"""Hidden rows meet their LM head a block at a time: logits, loss and gradients, and no logits are kept.
+
+for each block of rows, whose gradients by the logits are kept together:
+    for each part of it:
+        logits = hidden @ weight.T                 # once: nothing is projected again in backward
+        RowLoss: losses of these rows; logits become d loss / d logits, in place
+        d hidden = d logits @ weight
+    d weight += d logits.T @ hidden                # in fp32, straight into Megatron's main_grad where there is one
+
+On a GPU, logits and their gradients are float16 for models in bfloat16: the same bytes and speed, and three more bits.
+bfloat16 converts to it exactly but for numbers beyond 65,504, which make the loss NaN, or below 6e-8, which vanish. So that
+gradients don't vanish, they are scaled up, by `GRADIENT_SCALE` over the largest weight, until the matmuls are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf.losses.fused import kernels_torch
+from rlhf.losses.heads import VocabHead
+
+GRADIENT_SCALE = 512.0
+"""A row's gradient by its logits is at most about 1 for forward KL, and a few dozen for reverse KL: below 2^16 with it."""
+
+BLOCK_BYTES = 640 * 2**20
+"""Of the student's logits in one block: 2,048 rows of 151,936 in float16. Fewer rows mean more passes over d weight."""
+PART_BYTES = BLOCK_BYTES // 2
+"""Of a teacher's logits, and of what one matmul with the head makes."""
+CPU_BLOCK_BYTES = 128 * 2**20
+ROW_MULTIPLE = 128
+"""Rows of a tile of the GPU's matmul."""
+
+
+class RowLoss(Protocol):
+    """Turns the raw logits of some rows into their losses, and into gradients."""
+
+    def __call__(self, rows: slice, raw: Float[Tensor, "part n"], weights: Float[Tensor, " part"] | None) -> Tensor:
+        """
+        Args:
+            raw: what the matmul gave, without bias, scale and soft cap; `[:, :V_local]` of a buffer that is one column
+                wider. Overwritten by d(weights . losses)/d raw.
+            weights: None: no gradient is asked for.
+
+        Returns:
+            The losses of the rows, fp32, not weighted.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One weight a row, and what the host knows of them without waiting for the GPU."""
+
+    values: Float[Tensor, " rows"]
+    """On the device of the hidden rows."""
+    largest: float
+    """Of their magnitudes."""
+
+    @classmethod
+    def of(cls, weights: Float[Tensor, " rows"], device: torch.device) -> Weights:
+        """From a tensor of the host, without synchronisation; one of the GPU has to be waited for."""
+        largest = float(weights.detach().abs().max()) if len(weights) else 0.0
+        return cls(weights.detach().to(device, non_blocking=True), largest)
+
+
+def kernels_for(device: torch.device) -> ModuleType:
+    """Triton's on a GPU."""
+    if device.type == "cuda":
+        from rlhf.losses.fused import kernels_triton
+
+        return kernels_triton
+    return kernels_torch
+
+
+def compute_dtype(weight: Tensor) -> torch.dtype:
+    """Of logits and their gradients."""
+    return torch.float16 if weight.is_cuda and weight.dtype == torch.bfloat16 else weight.dtype
+
+
+def converted(head: VocabHead) -> VocabHead:
+    """A head in `compute_dtype`; a frozen one is converted once, so that this does nothing."""
+    weight = head.weight.detach()
+    return replace(head, weight=kernels_for(weight.device).cast(weight, compute_dtype(weight)))
+
+
+def project(raw: Tensor, head: VocabHead, rows: slice) -> None:
+    """raw = hidden[rows] @ weight.T, of a head in `compute_dtype`."""
+    torch.mm(head.hidden[rows].to(head.weight.dtype), head.weight.t(), out=raw)
+
+
+def weighted_loss(head: VocabHead, weights: Weights, row_loss: RowLoss) -> tuple[Tensor, Float[Tensor, " rows"]]:
+    """sum(weights * losses), with gradients for the head's hidden rows, weight and bias; and the losses, without.
+
+    Under tensor parallelism each rank passes its part of the head and the same hidden rows, whose gradients are summed.
+    """
+    hidden = head.shard.spread(head.hidden)
+    total, losses = _WeightedLoss.apply(hidden, head.weight, head.bias, head, weights, row_loss)
+    return total, losses
+
+
+class _WeightedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: VocabHead,
+        weights: Weights,
+        row_loss: RowLoss,
+    ) -> tuple[Tensor, Tensor]:
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wants_any = wants_hidden or wants_weight or wants_bias
+        head = converted(replace(head, hidden=hidden.detach()))
+        dtype, columns = head.weight.dtype, head.weight.shape[0]
+        scale = GRADIENT_SCALE / weights.largest if dtype == torch.float16 and weights.largest > 0 else 1.0
+        exact = torch.promote_types(dtype, torch.float32)
+        losses = torch.empty(len(head), dtype=exact, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if wants_hidden else None
+        main_grad = getattr(weight, "main_grad", None)
+        ctx.in_main_grad = wants_weight and main_grad is not None and main_grad.dtype == exact
+        d_weight = None
+        if wants_weight:
+            d_weight = main_grad.view_as(weight) if ctx.in_main_grad else torch.zeros_like(weight, dtype=exact)
+        d_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wants_bias else None
+        scaled = weights.values.to(exact) * scale
+        plan = RowBlocks.of(len(head), columns, dtype, hidden.device)
+        # One column more than there are tokens: where a row loss puts what belongs to no column. Rows stay aligned.
+        buffer = torch.empty(plan.block, -(-(columns + 1) // 16) * 16, dtype=dtype, device=hidden.device)
+        for block in plan.blocks():
+            raw_block = buffer[: block.stop - block.start, :columns]
+            for part in plan.parts(block):
+                raw = raw_block[part.start - block.start : part.stop - block.start]
+                project(raw, head, part)
+                losses[part] = row_loss(part, raw, scaled[part] if wants_any else None)
+                if d_hidden is not None:
+                    d_hidden[part] = (_mm(raw, head.weight) * (1 / scale)).to(d_hidden.dtype)
+            if d_weight is not None:
+                _add_mm_(d_weight, raw_block, head.hidden[block].to(dtype), 1 / scale)
+            if d_bias is not None:
+                d_bias += raw_block.sum(0, dtype=exact) / scale
+        ctx.weight_dtype = weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.gradients = d_hidden, None if ctx.in_main_grad else d_weight, d_bias
+        ctx.mark_non_differentiable(losses)
+        return (weights.values.to(exact) * losses).sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, d_total: Tensor, _: Any) -> tuple[Any, ...]:
+        d_hidden, d_weight, d_bias = ctx.gradients
+        if ctx.in_main_grad:
+            # It was added already, as d total / d total = 1: this loss is a term of the step's, whose weights hold all.
+            _require_one(d_total)
+        return (
+            None if d_hidden is None else d_hidden.mul_(d_total.to(d_hidden.dtype)),
+            None if d_weight is None else d_weight.mul_(d_total).to(ctx.weight_dtype),
+            None if d_bias is None else d_bias.mul_(d_total).to(ctx.bias_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """How rows are cut: into blocks, and these into parts."""
+
+    rows: int
+    block: int
+    part: int
+
+    @classmethod
+    def of(cls, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> RowBlocks:
+        """As few blocks as the budgets allow, of about the same size."""
+        row_bytes = max(columns, 1) * dtype.itemsize
+        on_gpu = device.type == "cuda"
+        block = _even(rows, (BLOCK_BYTES if on_gpu else CPU_BLOCK_BYTES) // row_bytes)
+        return cls(rows, block, _even(block, (PART_BYTES if on_gpu else CPU_BLOCK_BYTES) // row_bytes))
+
+    def blocks(self) -> Iterator[slice]:
+        for start in range(0, self.rows, self.block):
+            yield slice(start, min(start + self.block, self.rows))
+
+    def parts(self, block: slice) -> Iterator[slice]:
+        for start in range(block.start, block.stop, self.part):
+            yield slice(start, min(start + self.part, block.stop))
+
+
+def _even(rows: int, most: int) -> int:
+    """Rows of each of the fewest pieces of at most `most`, rounded up to a tile."""
+    if rows <= max(most, 1):
+        return max(rows, 1)
+    most = max(most // ROW_MULTIPLE * ROW_MULTIPLE, 1) if most >= ROW_MULTIPLE else max(most, 1)
+    pieces = -(-rows // most)
+    size = -(-rows // pieces)
+    return min(-(-size // ROW_MULTIPLE) * ROW_MULTIPLE, most)
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, accumulated and kept in fp32 on a GPU."""
+    if a.is_cuda and a.dtype != torch.float32 and a.dtype != torch.float64:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b)
+
+
+def _add_mm_(total: Tensor, gradients: Tensor, hidden: Tensor, alpha: float) -> None:
+    """total += alpha * gradients.T @ hidden, in the total's precision."""
+    if total.dtype == gradients.dtype:
+        torch.addmm(total, gradients.t(), hidden, alpha=alpha, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, gradients.t(), hidden, alpha=alpha, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, gradients.t().to(total.dtype), hidden.to(total.dtype), alpha=alpha, out=total)
+
+
+def _require_one(d_total: Tensor) -> None:
+    """A bug of ours otherwise. On a GPU it is found out later, without waiting for it here."""
+    if d_total.is_cuda:
+        torch._assert_async(d_total == 1)
+    else:
+        assert d_total == 1, "the gradient of the total loss is 1"

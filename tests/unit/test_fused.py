@@ -1,0 +1,233 @@
+"""The fused losses against the dense ones, in value, statistics and gradient."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf.config.distill import Tail
+from rlhf.distill.topk import TopKDistill
+from rlhf.losses import divergence as dense
+from rlhf.losses.cross_entropy import cross_entropy
+from rlhf.losses.fused import losses as fused
+from rlhf.losses.fused import projection
+from rlhf.losses.heads import VocabHead
+
+ROWS, HIDDEN = 7, 5
+TARGETS = torch.tensor([0, 3, 11, 5, 5, 1, 2])
+WEIGHTS = torch.linspace(0.5, 1.5, ROWS, dtype=torch.float64)
+
+
+def heads(vocabulary: int, teacher_vocabulary: int, **options) -> tuple[VocabHead, VocabHead]:
+    """Float64; padded to 26 rows, which must not matter."""
+    generator = torch.Generator().manual_seed(vocabulary)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    student = VocabHead(random(ROWS, HIDDEN), random(26, HIDDEN), vocab_size=vocabulary, **options)
+    if options:
+        student = replace(student, bias=random(26))
+    return student, VocabHead(random(ROWS, HIDDEN), random(26, HIDDEN), vocab_size=teacher_vocabulary)
+
+
+def leaves(head: VocabHead) -> VocabHead:
+    bias = None if head.bias is None else head.bias.clone().requires_grad_()
+    return replace(
+        head, hidden=head.hidden.clone().requires_grad_(), weight=head.weight.clone().requires_grad_(), bias=bias
+    )
+
+
+def gradients(head: VocabHead) -> list[torch.Tensor | None]:
+    return [head.hidden.grad, head.weight.grad, None if head.bias is None else head.bias.grad]
+
+
+def assert_same(dense_rows, dense_head, total, rows, head, weights=WEIGHTS) -> None:
+    dense_total = (weights * dense_rows.loss).sum()
+    dense_total.backward()
+    total.backward()
+    torch.testing.assert_close(total, dense_total)
+    for name in ("loss", "entropy", "teacher_mass", "student_mass", "logprob"):
+        torch.testing.assert_close(getattr(rows, name), getattr(dense_rows, name).detach(), msg=name)
+        assert not getattr(rows, name).requires_grad
+    for ours, theirs in zip(gradients(head), gradients(dense_head), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.fixture(autouse=True)
+def three_rows_at_a_time(monkeypatch):
+    monkeypatch.setattr(projection, "CPU_BLOCK_BYTES", 3 * 26 * 8)
+
+
+OPTIONS = [{}, {"scale": 1.5, "softcap": 9.0}]
+BETAS = (0.0, 0.3, 0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "vocabulary", "teacher_vocabulary", "beta", "temperature"),
+    [*itertools.product(OPTIONS, (26, 25), (23,), BETAS, (1.0, 2.0)), ({}, 26, 26, 0.5, 1.0)],
+)
+def test_full_vocabulary(options, vocabulary, teacher_vocabulary, beta, temperature):
+    student, teacher = heads(vocabulary, teacher_vocabulary, **options)
+    a, b = leaves(student), leaves(student)
+    rows = dense.full_divergence(a, teacher, beta, temperature, TARGETS, 0.7)
+    assert_same(rows, a, *fused.full_divergence(b, teacher, WEIGHTS, beta, temperature, TARGETS, 0.7), b)
+
+
+@pytest.mark.parametrize(
+    ("options", "k", "tail", "beta", "temperature"),
+    list(itertools.product(OPTIONS, (6, 25), Tail, (0.0, 0.3, 1.0), (1.0, 2.0))),
+)
+def test_topk(options, k, tail, beta, temperature):
+    student, teacher = heads(25, 25, **options)
+    scores = TopKDistill(k, tail, temperature).score(teacher)
+    scores.ids[0, 0], scores.logprobs[1, -1] = 25, -torch.inf  # unused slots
+    a, b = leaves(student), leaves(student)
+    rows = dense.topk_divergence(a, scores, beta, temperature, tail, TARGETS, 0.7)
+    assert_same(rows, a, *fused.topk_divergence(b, scores, WEIGHTS, beta, temperature, tail, TARGETS, 0.7), b)
+
+
+def test_tokens():
+    """Cross entropy, and a loss that isn't linear in the log-probability."""
+    student, _ = heads(25, 25)
+    a, b = leaves(student), leaves(student)
+    (WEIGHTS * cross_entropy(a, TARGETS)).sum().backward()
+    total, rows = fused.token_loss(b, TARGETS, WEIGHTS, lambda rows, logprobs: -logprobs)
+    total.backward()
+    torch.testing.assert_close(rows.loss, cross_entropy(student, TARGETS))
+    for ours, theirs in zip(gradients(b), gradients(a), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+    a, b = leaves(student), leaves(student)
+    advantages = torch.linspace(-1, 1, ROWS, dtype=torch.float64)
+    logprobs = dense.log_probs(a.logits() / 0.7)[torch.arange(ROWS), TARGETS]
+    (WEIGHTS * advantages * logprobs.exp()).sum().backward()
+    total, rows = fused.token_loss(b, TARGETS, WEIGHTS, lambda rows, lp: advantages[rows] * lp.exp(), 0.7)
+    total.backward()
+    torch.testing.assert_close(rows.logprob, logprobs.detach())
+    for ours, theirs in zip(gradients(b), gradients(a), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["full", "topk", "tokens"])
+def test_rows_without_weight_are_not_projected(kind, monkeypatch):
+    student, teacher = heads(25, 25)
+    weights = WEIGHTS * torch.tensor([1, 0, 1, 1, 0, 0, 1])
+    scores = TopKDistill(6, Tail.bucket, 1.0).score(teacher)
+    projected = []
+    original = projection.project
+    monkeypatch.setattr(
+        projection, "project", lambda raw, head, rows: (projected.append(len(raw)), original(raw, head, rows))
+    )
+    a, b = leaves(student), leaves(student)
+    if kind == "full":
+        (weights * dense.full_divergence(a, teacher, 0.5, 1.0).loss).sum().backward()
+        total, rows = fused.full_divergence(b, teacher, weights, 0.5, 1.0)
+    elif kind == "topk":
+        (weights * dense.topk_divergence(a, scores, 0.5, 1.0, Tail.bucket).loss).sum().backward()
+        total, rows = fused.topk_divergence(b, scores, weights, 0.5, 1.0, Tail.bucket)
+    else:
+        (weights * cross_entropy(a, TARGETS)).sum().backward()
+        total, rows = fused.token_loss(b, TARGETS, weights, lambda rows, logprobs: -logprobs)
+    total.backward()
+    assert sum(projected) == 4
+    assert rows.loss.shape == (ROWS,) and rows.loss[1] == 0 and rows.entropy[4] == 0 and rows.loss[0] > 0
+    for ours, theirs in zip(gradients(b), gradients(a), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_gradient_of_the_total_is_respected():
+    student, teacher = heads(25, 25)
+    a, b = leaves(student), leaves(student)
+    (3 * fused.full_divergence(a, teacher, WEIGHTS, 0.5, 1.0)[0]).backward()
+    fused.full_divergence(b, teacher, 3 * WEIGHTS, 0.5, 1.0)[0].backward()
+    for one, other in zip(gradients(a), gradients(b), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_weight_gradient_goes_to_main_grad():
+    student, teacher = heads(25, 25)
+    student = replace(student, hidden=student.hidden.float(), weight=student.weight.float())
+    teacher = replace(teacher, hidden=teacher.hidden.float(), weight=teacher.weight.float())
+    a, b = leaves(student), leaves(student)
+    weights = WEIGHTS.float()
+    fused.full_divergence(a, teacher, weights, 0.5, 1.0)[0].backward()
+    b.weight.main_grad = torch.ones_like(b.weight)
+    fused.full_divergence(b, teacher, weights, 0.5, 1.0)[0].backward()
+    assert b.weight.grad is None
+    torch.testing.assert_close(b.weight.main_grad, a.weight.grad + 1)
+    torch.testing.assert_close(b.hidden.grad, a.hidden.grad)
+    b.hidden.grad = None
+    with pytest.raises(AssertionError, match="gradient of the total loss is 1"):
+        (2 * fused.full_divergence(b, teacher, weights, 0.5, 1.0)[0]).backward()
+
+
+def test_frozen_head_and_no_grad():
+    student, teacher = heads(25, 25)
+    frozen = replace(student, hidden=student.hidden.clone().requires_grad_())
+    free = leaves(student)
+    fused.full_divergence(frozen, teacher, WEIGHTS, 0.5, 1.0)[0].backward()
+    fused.full_divergence(free, teacher, WEIGHTS, 0.5, 1.0)[0].backward()
+    assert frozen.weight.grad is None
+    torch.testing.assert_close(frozen.hidden.grad, free.hidden.grad)
+    with torch.no_grad():
+        total, rows = fused.full_divergence(free, teacher, WEIGHTS, 0.5, 1.0)
+    torch.testing.assert_close(total, (WEIGHTS * rows.loss).sum())
+
+
+def test_kls_of_the_evaluation():
+    student, teacher = heads(25, 23)
+    for ours, theirs in zip(
+        fused.forward_and_reverse_kl(student, teacher), dense.forward_and_reverse_kl(student, teacher), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_peaked_distributions_stay_finite():
+    """Logits hundreds apart: probabilities that underflow, and a tail that holds nothing."""
+    student, teacher = heads(26, 26)
+    student, teacher = replace(student, scale=300.0), replace(teacher, scale=300.0)
+    student = replace(student, hidden=student.hidden.float(), weight=student.weight.float())
+    teacher = replace(teacher, hidden=teacher.hidden.float(), weight=teacher.weight.float())
+    weights = WEIGHTS.float()
+    scores = TopKDistill(6, Tail.bucket, 1.0).score(teacher)
+    for beta in BETAS:
+        for of_teacher in ("full", "topk"):
+            a, b = leaves(student), leaves(student)
+            if of_teacher == "full":
+                rows = dense.full_divergence(a, teacher, beta, 1.0, TARGETS)
+                total, ours = fused.full_divergence(b, teacher, weights, beta, 1.0, TARGETS)
+            else:
+                rows = dense.topk_divergence(a, scores, beta, 1.0, Tail.bucket, TARGETS)
+                total, ours = fused.topk_divergence(b, scores, weights, beta, 1.0, Tail.bucket, TARGETS)
+            (weights * rows.loss).sum().backward()
+            total.backward()
+            torch.testing.assert_close(ours.loss, rows.loss.detach(), rtol=1e-4, atol=1e-4)
+            scale = float(a.hidden.grad.abs().max())
+            torch.testing.assert_close(b.hidden.grad / scale, a.hidden.grad / scale, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 100])
+def test_rows_at_a_time_dont_matter(rows, monkeypatch):
+    student, teacher = heads(25, 25)
+    a, b = leaves(student), leaves(student)
+    one, _ = fused.full_divergence(a, teacher, WEIGHTS, 0.5, 1.0)
+    monkeypatch.setattr(projection, "CPU_BLOCK_BYTES", rows * 26 * 8)
+    other, _ = fused.full_divergence(b, teacher, WEIGHTS, 0.5, 1.0)
+    (one + other).backward()
+    torch.testing.assert_close(one, other)
+    for ours, theirs in zip(gradients(a), gradients(b), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_blocks_are_even_and_within_the_budget():
+    gpu = torch.device("cuda")
+    plan = projection.RowBlocks.of(8192, 151_936, torch.float16, gpu)
+    assert (plan.block, plan.part) == (2048, 1024)
+    plan = projection.RowBlocks.of(5000, 151_936, torch.float16, gpu)
+    assert [block.stop - block.start for block in plan.blocks()] == [1792, 1792, 1416]
+    assert projection.RowBlocks.of(0, 10, torch.float32, gpu).blocks() is not None
+    assert list(projection.RowBlocks.of(3, 10, torch.float32, gpu).blocks()) == [slice(0, 3)]
