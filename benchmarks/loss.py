@@ -4,10 +4,10 @@
     python -m benchmarks.loss --smoke                    # tiny sizes on any machine: does it run, and is it right?
     python -m benchmarks.loss --only jsd_2048_4096 --no-peers
 
-Each measures loss and gradients of hidden rows and of the LM head, from hidden rows and heads. Milliseconds are the median of
-calls with a pause before each (`_ms`), and of as many calls one after another, when the card is at its power limit
-(`_sustained_ms`). GB is what is allocated beside inputs and gradients. The error is the largest of the relative errors of loss,
-d hidden and d head against float64 arithmetic on the same bfloat16 inputs.
+Each measures loss and gradients of hidden rows and of the LM head, from hidden rows and heads. Milliseconds are the
+median of calls with a pause before each (`_ms`), and of calls one after another, which bring the card to its power
+limit (`_sustained_ms`). GB is what is allocated beside inputs and gradients. The error is the largest of the relative errors
+of loss, d hidden and d head against float64 arithmetic on the same bfloat16 inputs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Step = Callable[[], Tensor]
 
 
 def ours(problem: Problem, beta: float) -> Step:
-    """As the trainer calls it: a frozen teacher's head in the loss's format, d head added to Megatron's fp32 main_grad."""
+    """As the trainer calls it: a frozen teacher's head in the loss's format, d head added to Megatron's main_grad."""
     problem.head.main_grad = torch.zeros(problem.head.shape, device=problem.device, dtype=torch.float32)
     teacher = fused.converted(VocabHead(problem.teacher_hidden, problem.teacher_head))
     weights = torch.full((problem.rows,), 1 / problem.rows)
@@ -174,7 +174,7 @@ def ours_topk(problem: Problem, k: int) -> Step:
 
 
 def plain_topk(problem: Problem, k: int) -> Step:
-    """Forward KL over the k tokens, fully normalised: less than what ours does, which has the rest as one more outcome."""
+    """Forward KL over the k tokens, fully normalised: less than ours, which has the rest as one more outcome."""
     scores = topk_scores(problem, k)
 
     def step() -> Tensor:

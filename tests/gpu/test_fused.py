@@ -59,7 +59,8 @@ def test_kernels(triton_kernels, dtype, options, temperature):
                     close(one.mean, other.mean)
                 if pair:
                     close(one.mean_gap, other.mean_gap, 1e-4)
-    log_z = [one.log_z for one in kernels_torch.statistics(x, of_x, COLUMNS, temperature, y, of_y)]
+    both = kernels_torch.statistics(x, of_x, COLUMNS, temperature, y, of_y, gaps=True)
+    log_z = [one.log_z for one in both]
     weights = torch.linspace(0.5, 1.5, ROWS, device="cuda") * 100
     for beta in (0.0, 0.3, 1.0):
         moments = [
@@ -69,7 +70,16 @@ def test_kernels(triton_kernels, dtype, options, temperature):
         for one, other in zip(*moments, strict=True):
             close(one, other)
         a, b = x.clone(), x.clone()
-        arguments = (of_x, of_y, COLUMNS, temperature, beta, *log_z, moments[1][0], weights)
+        arguments = (
+            of_x,
+            of_y,
+            COLUMNS,
+            temperature,
+            beta,
+            *log_z,
+            both[0].mean_gap if beta == 1 else moments[1][0],
+            weights,
+        )
         triton_kernels.divergence_gradient_(a, y, *arguments)
         kernels_torch.divergence_gradient_(b, y, *arguments)
         close(a, b, 1e-3 if dtype is torch.float16 else 3e-5)

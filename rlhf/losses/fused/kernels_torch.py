@@ -4,8 +4,8 @@ A kernel works on a block of raw logits `x`, `[rows, n]`: what the matmul with a
 them. `y` is the other model's block. Columns from `columns` on are padding, and a raw logit of `EXCLUDED` or less is no
 outcome; both get no probability and no gradient.
 
-Over a vocabulary that ranks share, `statistics` and `mixture_moments` are of the own columns; `RowStatistics.joined` and
-a sum put them together.
+Over a vocabulary that ranks share, `statistics` and `mixture_moments` are of the own columns; `RowStatistics.joined`
+and a sum put them together.
 """
 
 from __future__ import annotations
@@ -138,21 +138,26 @@ def divergence_gradient_(
     beta: float,
     log_zx: Float[Tensor, " rows"],
     log_zy: Float[Tensor, " rows"],
-    kl: Float[Tensor, " rows"],
+    mean: Float[Tensor, " rows"] | None,
     weights: Float[Tensor, " rows"],
 ) -> None:
     """x becomes the gradient of the weighted divergence by x.
 
     Args:
-        kl: KL(p||q) for beta=1, KL(p||m) for 0 < beta < 1; not used for beta=0.
+        mean: for beta=1 the mean gap of x's statistics, and for 0 < beta < 1 KL(p||m): sums of the very terms that they
+            are subtracted from here, so that they cancel where the gradient vanishes. Not used for beta=0.
     """
-    log_p, p, log_q, q, slope = _pair(x, y, transform, transform_y, columns, temperature, log_zx, log_zy)
+    log_p, p, _, q, slope = _pair(x, y, transform, transform_y, columns, temperature, log_zx, log_zy)
     if beta == 0:
         gradient = p - q
     elif beta == 1:
-        gradient = p * (log_p - log_q - kl[:, None])
+        assert mean is not None
+        z, _, _ = _logits(x, transform, columns, temperature)
+        u, _, _ = _logits(y, transform_y, columns, temperature)
+        gradient = p * (z - u - mean[:, None])
     else:
-        gradient = (1 - beta) * p * (log_p - _log_mixture(p, q, beta) - kl[:, None])
+        assert mean is not None
+        gradient = (1 - beta) * p * (log_p - _log_mixture(p, q, beta) - mean[:, None])
     x[:, columns:] = 0
     x[:, :columns] = (gradient * slope * (weights / temperature)[:, None]).to(x.dtype)
 

@@ -151,7 +151,7 @@ def _moments_kernel(
 @triton.jit
 def _divergence_gradient_kernel(
     x_pointer, x_stride, x_bias, cx, x_scale, x_cap, y_pointer, y_stride, y_bias, cy, y_scale, y_cap, n, width,
-    beta, x_log_z, y_log_z, kl, weights, outer,
+    beta, x_log_z, y_log_z, mean, weights, outer,
     MODE: tl.constexpr, X_BIAS: tl.constexpr, X_CAP: tl.constexpr, Y_BIAS: tl.constexpr, Y_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -159,18 +159,19 @@ def _divergence_gradient_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x_row = x_pointer + row * x_stride
     raw = _raw(x_row, x_bias, columns, n, X_BIAS)
-    log_p = _logits(raw, cx, x_scale, x_cap, X_CAP) - tl.load(x_log_z + row) * LOG2_E
-    log_q = _logits(_raw(y_pointer + row * y_stride, y_bias, columns, n, Y_BIAS), cy, y_scale, y_cap, Y_CAP)
-    log_q -= tl.load(y_log_z + row) * LOG2_E
+    x = _logits(raw, cx, x_scale, x_cap, X_CAP)
+    y = _logits(_raw(y_pointer + row * y_stride, y_bias, columns, n, Y_BIAS), cy, y_scale, y_cap, Y_CAP)
+    log_p = x - tl.load(x_log_z + row) * LOG2_E
+    log_q = y - tl.load(y_log_z + row) * LOG2_E
     weight = tl.load(weights + row) * outer
     p = _exp2(log_p)
     if MODE == 0:
         gradient = weight * (p - _exp2(log_q))
     elif MODE == 1:
-        gradient = weight * p * ((log_p - log_q) * LN2 - tl.load(kl + row))
+        gradient = weight * p * ((x - y) * LN2 - tl.load(mean + row))
     else:
         log_m = _log2(tl.maximum(beta * _exp2(log_q) + (1.0 - beta) * p, 1e-37))
-        gradient = weight * (1.0 - beta) * p * ((log_p - log_m) * LN2 - tl.load(kl + row))
+        gradient = weight * (1.0 - beta) * p * ((log_p - log_m) * LN2 - tl.load(mean + row))
     gradient *= _slope(raw, x_scale, x_cap, X_CAP)
     gradient = tl.where(columns < n, gradient, 0.0)
     tl.store(x_row + columns, gradient.to(x_pointer.dtype.element_ty), mask=columns < width)
@@ -247,7 +248,7 @@ def divergence_gradient_(
     beta: float,
     log_zx: Tensor,
     log_zy: Tensor,
-    kl: Tensor,
+    mean: Tensor | None,
     weights: Tensor,
 ) -> None:
     """See `kernels_torch.divergence_gradient_`."""
@@ -255,7 +256,7 @@ def divergence_gradient_(
     mode = 0 if beta == 0 else 1 if beta == 1 else 2
     _divergence_gradient_kernel[(rows, triton.cdiv(width, 2 * BLOCK))](
         *_block(x, transform, temperature), *_block(y, transform_y, temperature), columns, width,
-        beta, log_zx, log_zy, kl, weights, _outer(transform, temperature),
+        beta, log_zx, log_zy, weights if mean is None else mean, weights, _outer(transform, temperature),
         MODE=mode, **_flags("X", transform), **_flags("Y", transform_y), BLOCK=2 * BLOCK, num_warps=WARPS,
     )  # fmt: skip
 

@@ -22,9 +22,8 @@ from rlhf.losses.heads import VocabHead, shared_shard
 from rlhf.losses.rows import RowLosses, TopKScores
 from rlhf.losses.shard import Shard
 
-
 SelectedLoss = Callable[[slice, Float[Tensor, "part k"], Float[Tensor, " part"]], Float[Tensor, " part"]]
-"""(rows, log-probabilities of the selected tokens, log-probability of all others) -> losses. Differentiated by torch."""
+"""(rows, log-probabilities of the selected tokens, that of all others) -> losses. Differentiated by torch."""
 
 
 def full_divergence(
@@ -39,8 +38,8 @@ def full_divergence(
     """The fused `rlhf.losses.divergence.full_divergence`, weighted.
 
     Args:
-        weights: of each row's loss; on the host, so that nothing waits for the GPU. Rows of weight zero aren't projected;
-            what is said of them is zero.
+        weights: of each row's loss; on the host, so that nothing waits for the GPU. Rows of weight zero aren't
+            projected, and what is said of them is zero.
 
     Raises:
         MisalignedScores: the heads have different numbers of rows.
@@ -200,16 +199,18 @@ class _FullRows:
         of_x, of_y = of_x.joined(shard.group), of_y.joined(shard.group)
         self._measure(rows, raw, of_x)
         log_z = of_x.log_z, of_y.log_z
+        mean = None
         if self.beta == 0:
-            kl = loss = of_y.mean_gap - log_z[1] + log_z[0]
+            loss = of_y.mean_gap - log_z[1] + log_z[0]
         elif self.beta == 1:
-            kl = loss = of_x.mean_gap - log_z[0] + log_z[1]
+            mean = of_x.mean_gap
+            loss = mean - log_z[0] + log_z[1]
         else:
             moments = kernels.mixture_moments(raw, other, *transforms, columns, t, self.beta, *log_z)
-            kl, of_teacher = shard.add(torch.stack(moments))
-            loss = self.beta * of_teacher + (1 - self.beta) * kl
+            mean, of_teacher = shard.add(torch.stack(moments))
+            loss = self.beta * of_teacher + (1 - self.beta) * mean
         if weights is not None:
-            kernels.divergence_gradient_(raw, other, *transforms, columns, t, self.beta, *log_z, kl, weights)
+            kernels.divergence_gradient_(raw, other, *transforms, columns, t, self.beta, *log_z, mean, weights)
         return loss
 
     def _teacher_raw(self, rows: slice, raw: Tensor) -> Tensor:
@@ -224,7 +225,7 @@ class _FullRows:
         return other
 
     def _measure(self, rows: slice, raw: Tensor, at_temperature: RowStatistics) -> None:
-        """Before gradients take the logits' place. Of the student's whole vocabulary, which may be larger than the shared."""
+        """Before gradients take the logits' place. Of all the student's tokens, which may be more than both have."""
         measured, shard = self.measured, self.own_shard
         known = {self.temperature: at_temperature} if shard.vocabulary == self.shard.vocabulary else {}
 
@@ -245,8 +246,8 @@ class _FullRows:
 class _SelectedRows:
     """`RowLoss` of a few tokens a row and of the rest of the probability, which is one outcome.
 
-    The gradient by the rest is the same for all its tokens but for their probability, so that it is as cheap as softmax's:
-    d/dz_j = g_rest p_j/p_rest - G p_j, with G the sum of all gradients by log-probabilities.
+    A logit of the rest gets g_rest p_j/p_rest - G p_j, with G the sum of all gradients by log-probabilities: as cheap
+    as the gradient of a softmax.
     """
 
     student: VocabHead
@@ -324,7 +325,7 @@ class _SelectedRows:
 def _logits_at(
     raw: Tensor, transform: Transform, ids: Int[Tensor, "rows k"], shard: Shard
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of tokens at temperature 1 and their slopes, and the columns they are in here: one beyond for elsewhere."""
+    """Logits of tokens at temperature 1, their slopes, and the columns they are in: one beyond for those elsewhere."""
     column = ids - shard.start
     here = (column >= 0) & (column < raw.shape[1])
     column = column.masked_fill(~here, 0)

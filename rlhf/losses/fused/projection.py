@@ -8,8 +8,8 @@ for each block of rows, whose gradients by the logits are kept together:
     d weight += d logits.T @ hidden                # in fp32, straight into Megatron's main_grad where there is one
 
 On a GPU, logits and their gradients are float16 for models in bfloat16: the same bytes and speed, and three more bits.
-bfloat16 converts to it exactly but for numbers beyond 65,504, which make the loss NaN, or below 6e-8, which vanish. So that
-gradients don't vanish, they are scaled up, by `GRADIENT_SCALE` over the largest weight, until the matmuls are done.
+bfloat16 converts to it exactly but for numbers beyond 65,504, which make the loss NaN, or below 6e-8, which vanish. So
+that gradients don't vanish, they are scaled up, by `GRADIENT_SCALE` over the largest weight, until after the matmuls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlhf.losses.fused import kernels_torch
 from rlhf.losses.heads import VocabHead
 
 GRADIENT_SCALE = 512.0
-"""A row's gradient by its logits is at most about 1 for forward KL, and a few dozen for reverse KL: below 2^16 with it."""
+"""A row's gradient by its logits is at most 1 for forward KL and a few dozen for reverse KL: below 2^16 with it."""
 
 BLOCK_BYTES = 640 * 2**20
 """Of the student's logits in one block: 2,048 rows of 151,936 in float16. Fewer rows mean more passes over d weight."""
