@@ -6,8 +6,8 @@
 
 Each measures loss and gradients of hidden rows and of the LM head, from hidden rows and heads. Milliseconds are the
 median of calls with a pause before each (`_ms`), and of calls one after another, which bring the card to its power
-limit (`_sustained_ms`). GB is what is allocated beside inputs and gradients. The error is the largest of the relative errors
-of loss, d hidden and d head against float64 arithmetic on the same bfloat16 inputs.
+limit (`_sustained_ms`). GB is what is allocated beside inputs and gradients. The error is the largest of the relative
+errors of loss, d hidden and d head against float64 arithmetic on the same bfloat16 inputs.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rlhf.algos.objective import RowBatch, Totals
 from rlhf.batching import plan_batch, token_mean_weights
 from rlhf.config.train import Train
 from rlhf.distill.base import Distill
-from rlhf.losses.cross_entropy import cross_entropy
+from rlhf.losses.fused.losses import token_loss
 from rlhf.losses.heads import VocabHead
 from rlhf.types import MiniBatch, Sequences
 
@@ -36,26 +36,28 @@ class GKDObjective:
         teacher_head: Callable[[Tensor], VocabHead] | None,
     ) -> tuple[Tensor, Totals]:
         """See `Objective.loss`."""
-        rows = self.distill.divergence(
+        loss, rows = self.distill.divergence(
             student,
             scores,
+            batch.weights,
             self.beta,
             batch.targets,
             sampler_temperature=self.sampler_temperature or 1.0,
             teacher_head_of=teacher_head,
         )
-        loss = (batch.weights * rows.loss).sum()
         sums = {}
         if batch.target_weights is not None:
-            target_losses = cross_entropy(student, batch.targets)
-            loss = loss + (batch.target_weights * target_losses).sum()
-            sums["train/cross_entropy"] = float(target_losses.detach().double().sum())
+            cross_entropy, target_rows = token_loss(
+                student, batch.targets, batch.target_weights, lambda rows, logprobs: -logprobs
+            )
+            loss = loss + cross_entropy
+            sums["train/cross_entropy"] = float(target_rows.loss.double().sum())
         totals = Totals(
             rows=len(rows.loss),
             weighted={"train/loss": float(loss.detach())},
             sums=sums
             | {
-                "train/divergence": float(rows.loss.detach().double().sum()),
+                "train/divergence": float(rows.loss.double().sum()),
                 "train/entropy": float(rows.entropy.double().sum()),
                 "distill/teacher_mass": float(rows.teacher_mass.double().sum()),
                 "distill/student_mass": float(rows.student_mass.double().sum()),

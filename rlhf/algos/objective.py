@@ -18,7 +18,8 @@ class RowBatch:
     """What belongs to the response rows of one micro-batch."""
 
     weights: Float[Tensor, " rows"]
-    """Normalised over the optimizer step: the loss is sum(weight * row loss), and nothing divides later."""
+    """Normalised over the optimizer step: the loss is sum(weight * row loss), and nothing divides later. On the host,
+    so that what depends on them is known without waiting for a GPU; so are `target_weights`."""
     targets: Int[Tensor, " rows"]
     """The response tokens."""
     behaviour_logprobs: Float[Tensor, " rows"] | None

@@ -3,7 +3,7 @@
 Scores are kept a sample at a time (response rows only) and joined a micro-batch at a time:
 
     teacher_head ──score──► Scores ──scores[rows]──► stored by sample id ──concat──► Scores of a micro-batch
-    student_head + Scores ──divergence──► RowLosses
+    student_head + Scores ──divergence──► weighted sum, RowLosses
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ class Distill(Protocol[S]):
         self,
         student_head: VocabHead,
         scores: S,
+        weights: Float[Tensor, " rows"],
         beta: float,
         targets: Int[Tensor, " rows"] | None = None,
         sampler_temperature: float = 1.0,
         teacher_head_of: TeacherHeadOf | None = None,
-    ) -> RowLosses:
-        """One loss a row of the student, with a gradient for the student's head only.
+    ) -> tuple[Tensor, RowLosses]:
+        """The weighted sum of one loss a row of the student, with a gradient for the student's head only; and the rows.
 
         Args:
+            weights: on the host.
             beta: 0 forward KL, 1 reverse KL, between: generalised Jensen-Shannon (`rlhf.losses.divergence`).
             targets: the sampled tokens, for `RowLosses.logprob` at `sampler_temperature`.
             teacher_head_of: needed by an option that keeps hidden rows (fullvocab), unused by others.

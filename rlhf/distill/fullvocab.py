@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf.config.distill import FullVocab
 from rlhf.distill.base import TeacherHeadOf
-from rlhf.losses.divergence import full_divergence
+from rlhf.losses.fused.losses import full_divergence
 from rlhf.losses.heads import VocabHead
 from rlhf.losses.rows import RowLosses
 
@@ -58,18 +58,20 @@ class FullVocabDistill:
         self,
         student_head: VocabHead,
         scores: HiddenScores,
+        weights: Float[Tensor, " rows"],
         beta: float,
         targets: Int[Tensor, " rows"] | None = None,
         sampler_temperature: float = 1.0,
         teacher_head_of: TeacherHeadOf | None = None,
-    ) -> RowLosses:
-        """See `rlhf.distill.base.Distill`; errors are those of `rlhf.losses.divergence.full_divergence`."""
+    ) -> tuple[Tensor, RowLosses]:
+        """See `rlhf.distill.base.Distill`; errors are those of `rlhf.losses.fused.losses.full_divergence`."""
         assert teacher_head_of is not None, "distill=fullvocab keeps hidden rows only: it needs the teacher's head"
         return full_divergence(
             student_head,
             teacher_head_of(scores.hidden),
+            weights,
             beta,
             self.temperature,
             targets,
-            sampler_temperature=sampler_temperature,
+            sampler_temperature,
         )

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlhf.config.distill import Tail, TopK
 from rlhf.distill.base import TeacherHeadOf
 from rlhf.errors import ConfigError
-from rlhf.losses.divergence import CHUNK_ROWS, log_probs, topk_divergence
+from rlhf.losses.divergence import CHUNK_ROWS, log_probs
+from rlhf.losses.fused.losses import topk_divergence
 from rlhf.losses.heads import VocabHead
 from rlhf.losses.rows import RowLosses, TopKScores
 
@@ -60,12 +61,13 @@ class TopKDistill:
         self,
         student_head: VocabHead,
         scores: TopKScores,
+        weights: Float[Tensor, " rows"],
         beta: float,
         targets: Int[Tensor, " rows"] | None = None,
         sampler_temperature: float = 1.0,
         teacher_head_of: TeacherHeadOf | None = None,
-    ) -> RowLosses:
-        """See `rlhf.distill.base.Distill`; errors are those of `rlhf.losses.divergence.topk_divergence`."""
+    ) -> tuple[Tensor, RowLosses]:
+        """See `rlhf.distill.base.Distill`; errors are those of `rlhf.losses.fused.losses.topk_divergence`."""
         return topk_divergence(
-            student_head, scores, beta, self.temperature, self.tail, targets, sampler_temperature=sampler_temperature
+            student_head, scores, weights, beta, self.temperature, self.tail, targets, sampler_temperature
         )

@@ -70,16 +70,8 @@ def test_kernels(triton_kernels, dtype, options, temperature):
         for one, other in zip(*moments, strict=True):
             close(one, other)
         a, b = x.clone(), x.clone()
-        arguments = (
-            of_x,
-            of_y,
-            COLUMNS,
-            temperature,
-            beta,
-            *log_z,
-            both[0].mean_gap if beta == 1 else moments[1][0],
-            weights,
-        )
+        mean = both[0].mean_gap if beta == 1 else moments[1][0]
+        arguments = (of_x, of_y, COLUMNS, temperature, beta, *log_z, mean, weights)
         triton_kernels.divergence_gradient_(a, y, *arguments)
         kernels_torch.divergence_gradient_(b, y, *arguments)
         close(a, b, 1e-3 if dtype is torch.float16 else 3e-5)

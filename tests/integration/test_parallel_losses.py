@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rlhf.config.distill import Tail
 from rlhf.distill.topk import TopKDistill
-from rlhf.losses.divergence import forward_and_reverse_kl, full_divergence, topk_divergence
+from rlhf.losses import divergence
+from rlhf.losses.fused import losses as fused
 from rlhf.losses.heads import VocabHead
 from tests.integration.ranks import run_ranks
 
@@ -50,9 +51,21 @@ def part_of(head: VocabHead, rank: int) -> VocabHead:
 
 
 def everything(
-    student: VocabHead, teacher: VocabHead, kind: str, beta: float, tail: Tail, temperature: float, chunk_rows: int
+    student: VocabHead,
+    teacher: VocabHead,
+    path: str,
+    kind: str,
+    beta: float,
+    tail: Tail,
+    temperature: float,
+    chunk_rows: int,
 ) -> dict[str, Tensor]:
-    """What a run takes from two heads: losses, statistics, scores, and the gradients of a weighted sum of losses."""
+    """What a run takes from two heads: losses, statistics, scores, and the gradients of a weighted sum of losses.
+
+    Args:
+        path: dense | fused.
+    """
+    weights = torch.linspace(0.5, 1.5, ROWS, dtype=student.weight.dtype)
     student = replace(
         student,
         hidden=student.hidden.detach().requires_grad_(),
@@ -62,15 +75,23 @@ def everything(
     targets = torch.arange(ROWS) % student.vocabulary
     found: dict[str, Tensor] = {}
     if kind == "full":
-        rows = full_divergence(student, teacher, beta, temperature, targets, 0.7, chunk_rows)
-        found["kl"] = torch.stack(forward_and_reverse_kl(student, teacher, chunk_rows))
+        if path == "fused":
+            total, rows = fused.full_divergence(student, teacher, weights, beta, temperature, targets, 0.7)
+            found["kl"] = torch.stack(fused.forward_and_reverse_kl(student, teacher))
+        else:
+            rows = divergence.full_divergence(student, teacher, beta, temperature, targets, 0.7, chunk_rows)
+            found["kl"] = torch.stack(divergence.forward_and_reverse_kl(student, teacher, chunk_rows))
     else:
         scores = TopKDistill(6, tail, temperature).score(teacher)
-        rows = topk_divergence(student, scores, beta, temperature, tail, targets, 0.7, chunk_rows)
+        if path == "fused":
+            total, rows = fused.topk_divergence(student, scores, weights, beta, temperature, tail, targets, 0.7)
+        else:
+            rows = divergence.topk_divergence(student, scores, beta, temperature, tail, targets, 0.7, chunk_rows)
         found |= {f"scores.{name}": value for name, value in vars(scores).items() if value is not None}
+    if path == "dense":
+        total = (weights * rows.loss).sum()
     found |= {f"rows.{name}": value.detach() for name, value in vars(rows).items()}
-    weights = torch.linspace(0.5, 1.5, ROWS, dtype=rows.loss.dtype)
-    (weights * rows.loss).sum().backward()
+    total.backward()
     return found | {f"d {name}": getattr(student, name).grad for name in ("hidden", "weight", "bias")}
 
 
@@ -84,14 +105,15 @@ def largest_differences(rank: int, world_size: int, store: Any) -> dict[tuple[An
         if dtype is torch.float32 and options[-1] < ROWS:
             continue  # in chunks: float64 shows it better
         student, teacher = heads(vocabulary, teacher_vocabulary, dtype)
-        dense = everything(student, teacher, kind, *options)
-        split = everything(part_of(student, rank), part_of(teacher, rank), kind, *options)
-        assert dense.keys() == split.keys()
-        for what, expected in dense.items():
-            if what in ("d weight", "d bias"):
-                expected = expected.chunk(RANKS)[rank]
-            difference = (split[what].double() - expected.double()).abs().max() / expected.abs().max().clamp(min=1)
-            differences[dtype, kind, vocabulary, teacher_vocabulary, *options, what] = difference.item()
+        dense = everything(student, teacher, "dense", kind, *options)
+        for path in ("dense", "fused"):
+            split = everything(part_of(student, rank), part_of(teacher, rank), path, kind, *options)
+            assert dense.keys() == split.keys()
+            for what, expected in dense.items():
+                if what in ("d weight", "d bias"):
+                    expected = expected.chunk(RANKS)[rank]
+                difference = (split[what].double() - expected.double()).abs().max() / expected.abs().max().clamp(min=1)
+                differences[dtype, path, kind, vocabulary, teacher_vocabulary, *options, what] = difference.item()
     return differences
 
 

@@ -18,6 +18,7 @@ from rlhf.losses.heads import VocabHead
 from rlhf.losses.rows import TopKScores
 
 ROWS, VOCABULARY = 9, 16
+WEIGHTS = torch.ones(ROWS)
 OPTIONS: list[Distill] = [
     TopKDistill(4, Tail.bucket, 1.0),
     TopKDistill(4, Tail.bucket, 2.0),
@@ -96,12 +97,14 @@ def test_scores_stored_a_sample_at_a_time_give_the_same_losses(distill):
     samples = [scores[0:2], scores[2:2], scores[2:8], scores[torch.tensor([8])].to("cpu")]
     assert [len(sample) for sample in samples] == [2, 0, 6, 1]
     joined = type(scores).concat(samples)
-    whole = distill.divergence(student, scores, 0.4, teacher_head_of=head_of(teacher))
-    again = distill.divergence(student, joined, 0.4, teacher_head_of=head_of(teacher))
+    _, whole = distill.divergence(student, scores, WEIGHTS, 0.4, teacher_head_of=head_of(teacher))
+    _, again = distill.divergence(student, joined, WEIGHTS, 0.4, teacher_head_of=head_of(teacher))
     torch.testing.assert_close(again.loss, whole.loss, rtol=0, atol=0)
     # Another order of the samples is another order of the rows, nothing else.
     order = torch.tensor([4, 3, 2, 8, 0, 1, 7, 6, 5])
-    shuffled = distill.divergence(student.select(order), scores[order], 0.4, teacher_head_of=head_of(teacher))
+    _, shuffled = distill.divergence(
+        student.select(order), scores[order], WEIGHTS, 0.4, teacher_head_of=head_of(teacher)
+    )
     torch.testing.assert_close(shuffled.loss, whole.loss[order], rtol=1e-5, atol=1e-6)
 
 
@@ -111,10 +114,11 @@ def test_every_option_trains_the_student_only(distill):
     teacher.weight.requires_grad_()
     targets = torch.zeros(ROWS, dtype=torch.int32)
     scores = distill.score(teacher)
-    result = distill.divergence(student, scores, 0.5, targets, 0.8, teacher_head_of=head_of(teacher))
+    total, result = distill.divergence(student, scores, WEIGHTS, 0.5, targets, 0.8, head_of(teacher))
     expected = (student.logits().detach() / 0.8).log_softmax(-1)[:, 0]
     torch.testing.assert_close(result.logprob, expected, rtol=1e-5, atol=1e-5)
-    result.loss.sum().backward()
+    torch.testing.assert_close(total, result.loss.sum())
+    total.backward()
     assert student.hidden.grad.abs().sum() > 0
     assert teacher.weight.grad is None
 
@@ -125,19 +129,20 @@ def test_every_option_trains_the_student_only(distill):
 def test_topk_of_everything_is_fullvocab(tail, temperature, beta):
     student, teacher = heads()
     topk, full = TopKDistill(VOCABULARY, tail, temperature), FullVocabDistill(temperature)
-    from_topk = topk.divergence(student, topk.score(teacher), beta).loss
-    from_full = full.divergence(student, full.score(teacher), beta, teacher_head_of=head_of(teacher)).loss
-    torch.testing.assert_close(from_topk, from_full, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(from_full, full_divergence(student, teacher, beta, temperature).loss)
+    _, from_topk = topk.divergence(student, topk.score(teacher), WEIGHTS, beta)
+    _, from_full = full.divergence(student, full.score(teacher), WEIGHTS, beta, teacher_head_of=head_of(teacher))
+    torch.testing.assert_close(from_topk.loss, from_full.loss, rtol=1e-5, atol=1e-6)
+    expected = full_divergence(student, teacher, beta, temperature).loss.detach()
+    torch.testing.assert_close(from_full.loss, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("distill", OPTIONS, ids=str)
 def test_zero_rows_keep_the_graph(distill):
     student, teacher = heads(rows=0)
     scores = distill.score(teacher)
-    result = distill.divergence(student, scores, 0.5, teacher_head_of=head_of(teacher))
-    assert result.loss.shape == (0,)
-    result.loss.sum().backward()
+    total, result = distill.divergence(student, scores, WEIGHTS[:0], 0.5, teacher_head_of=head_of(teacher))
+    assert result.loss.shape == result.entropy.shape == result.student_mass.shape == (0,)
+    total.backward()
     assert student.hidden.grad.shape == (0, 6)
 
 
@@ -146,7 +151,7 @@ def test_fullvocab_stores_hidden_rows_and_asks_for_the_head():
     scores = FullVocabDistill(1.0).score(teacher)
     assert torch.equal(scores.hidden, teacher.hidden)
     with pytest.raises(AssertionError, match="needs the teacher's head"):
-        FullVocabDistill(1.0).divergence(student, scores, 0.5)
+        FullVocabDistill(1.0).divergence(student, scores, WEIGHTS, 0.5)
 
 
 @pytest.mark.parametrize("kind", ["topk", "hidden"])

@@ -220,10 +220,10 @@ def test_rows_at_a_time_dont_matter(rows, monkeypatch):
 
 
 def test_blocks_are_even_and_within_the_budget():
-    gpu = torch.device("cuda")
-    plan = projection.RowBlocks.of(8192, 151_936, torch.float16, gpu)
+    gpu, two = torch.device("cuda"), projection.TWO_MODELS
+    plan = projection.RowBlocks.of(8192, 151_936, torch.float16, gpu, two)
     assert (plan.block, plan.part) == (2048, 1024)
-    plan = projection.RowBlocks.of(5000, 151_936, torch.float16, gpu)
+    plan = projection.RowBlocks.of(5000, 151_936, torch.float16, gpu, two)
     assert [block.stop - block.start for block in plan.blocks()] == [1792, 1792, 1416]
-    assert projection.RowBlocks.of(0, 10, torch.float32, gpu).blocks() is not None
-    assert list(projection.RowBlocks.of(3, 10, torch.float32, gpu).blocks()) == [slice(0, 3)]
+    assert list(projection.RowBlocks.of(0, 10, torch.float32, gpu, two).blocks()) == []
+    assert list(projection.RowBlocks.of(3, 10, torch.float32, gpu, two).blocks()) == [slice(0, 3)]

@@ -108,7 +108,7 @@ def test_target_weights_add_cross_entropy_to_the_divergence() -> None:
     student, teacher = heads()
     distill = TopKDistill(4, Tail.bucket, 2.0)
     objective, scores, plain = GKDObjective(0.5, distill, None), distill.score(teacher), batch_of()
-    weights = torch.linspace(0.0, 0.3, ROWS)
+    weights = torch.linspace(0.1, 0.3, ROWS)
     alone, _ = objective.loss(student, scores, plain, None)
     loss, totals = objective.loss(student, scores, replace(plain, target_weights=weights), None)
     rows = torch.nn.functional.cross_entropy(student.logits(), plain.targets, reduction="none")

@@ -16,6 +16,7 @@ from rlhf.backends.megatron.architecture import Architecture
 from rlhf.backends.megatron.partition import Partition
 from rlhf.backends.megatron.tensors import head_name
 from rlhf.batching import MicroBatch
+from rlhf.losses.fused.projection import compute_dtype
 from rlhf.losses.heads import VocabHead
 
 
@@ -57,11 +58,12 @@ class LoneHead:
 
 
 def load_head(folder: Path, dtype: torch.dtype, partition: Partition = weights.WHOLE) -> LoneHead:
-    """Of a Hugging Face folder: its output layer, or the embedding that it is tied to."""
+    """Of a Hugging Face folder: its output layer, or the embedding that it is tied to; in the format of the losses."""
     architecture = architecture_of(folder)
     whole = weights.Checkpoint(folder)[head_name(architecture)]
     part = weights.Vocabulary().part(architecture, whole, partition)
-    return LoneHead(part.to(torch.cuda.current_device(), dtype, copy=True), architecture, partition)
+    weight = part.to(torch.cuda.current_device(), dtype, copy=True)
+    return LoneHead(weight.to(compute_dtype(weight)), architecture, partition)
 
 
 def forward(module: Any, micro: MicroBatch) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhf.backends.megatron import layers
 from rlhf.backends.megatron.model import Model
+from rlhf.losses.fused.projection import compute_dtype
 from rlhf.losses.heads import VocabHead
 
 
@@ -42,7 +43,8 @@ class Teacher:
 
     def lasting_head(self) -> Callable[[Tensor], VocabHead]:
         """The head as it is now, even if the weights change: kept hidden rows and their head are of one version."""
-        weight = layers.head_weight(self.model.module).detach().clone()
+        now = layers.head_weight(self.model.module).detach()
+        weight = now.to(compute_dtype(now), copy=True)
         return lambda hidden: replace(self.model.head(hidden), weight=weight)
 
     def after_step(self) -> None:
@@ -66,6 +68,7 @@ class FrozenTeacher(Teacher):
         """
         super().__init__(model)
         model.module.requires_grad_(False).eval()
+        self._loss_weight: Tensor | None = None
         head = layers.head_weight(model.module)
         body = [weight for weight in model.module.parameters() if weight is not head] if offload else []
         self.host = [(weight, _in_host_memory(weight.data)) for weight in body]
@@ -89,7 +92,12 @@ class FrozenTeacher(Teacher):
             torch.cuda.empty_cache()  # an engine on the same GPU is another process
 
     def lasting_head(self) -> Callable[[Tensor], VocabHead]:
-        return self.head  # its weights never change
+        """Its weights never change, so they are in the loss's format once and for all."""
+        if self._loss_weight is None:
+            weight = layers.head_weight(self.model.module).detach()
+            self._loss_weight = weight.to(compute_dtype(weight))
+        kept = self._loss_weight
+        return lambda hidden: replace(self.model.head(hidden), weight=kept)
 
 
 def _in_host_memory(tensor: Tensor) -> Tensor:

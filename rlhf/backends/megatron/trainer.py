@@ -32,7 +32,7 @@ from rlhf.backends.weight_sync import to_send
 from rlhf.batching import MicroBatch, pack
 from rlhf.distill.fullvocab import HiddenScores
 from rlhf.errors import MisalignedScores, TrainingDiverged
-from rlhf.losses.divergence import forward_and_reverse_kl
+from rlhf.losses.fused.losses import forward_and_reverse_kl
 from rlhf.losses.heads import VocabHead
 from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Sequences
 
@@ -233,14 +233,15 @@ class MegatronTrainer:
         def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, Totals]:
             rows = select_rows(hidden, micro)
 
-            def of_rows(values: np.ndarray | None) -> Tensor | None:
-                return None if values is None else torch.from_numpy(values[micro.response_index]).to(rows.device)
+            def of_rows(values: np.ndarray | None, device: torch.device) -> Tensor | None:
+                return None if values is None else torch.from_numpy(values[micro.response_index]).to(device)
 
+            host = torch.device("cpu")
             batch = RowBatch(
-                weights=torch.from_numpy(minibatch.weights[micro.response_index]).to(rows.device),
+                weights=torch.from_numpy(minibatch.weights[micro.response_index]),
                 targets=torch.from_numpy(micro.targets).to(rows.device),
-                behaviour_logprobs=of_rows(sequences.logprobs),
-                target_weights=of_rows(minibatch.target_weights),
+                behaviour_logprobs=of_rows(sequences.logprobs, rows.device),
+                target_weights=of_rows(minibatch.target_weights, host),
             )
             loss, totals = self.setup.objective.loss(
                 self.student.head(rows),

@@ -47,18 +47,14 @@ def _tanh(x):
 @triton.jit
 def _logits(x, c, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """In base 2 and at the temperature: c = log2(e) / temperature, with the scale where there is no soft cap."""
-    if HAS_SOFTCAP:
-        return tl.where(x > -59999.0, softcap * _tanh(x * scale / softcap) * c, -60000.0)
-    return x * c
+    return tl.where(x > -59999.0, softcap * _tanh(x * scale / softcap) * c, -60000.0) if HAS_SOFTCAP else x * c
 
 
 @triton.jit
 def _slope(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """d logit / d raw at temperature 1; the scale where there is no soft cap is in the weights already."""
-    if HAS_SOFTCAP:
-        tanh = _tanh(x * scale / softcap)
-        return scale * (1.0 - tanh * tanh)
-    return 1.0
+    tanh = _tanh(x * scale / softcap) if HAS_SOFTCAP else 0.0
+    return (1.0 - tanh * tanh) * (scale if HAS_SOFTCAP else 1.0)
 
 
 @triton.jit

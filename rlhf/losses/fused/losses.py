@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -17,7 +18,16 @@ from torch import Tensor
 from rlhf.config.distill import Tail
 from rlhf.losses.divergence import LOG_ZERO, mass, require_rows, topk_outcomes, topk_slots
 from rlhf.losses.fused.kernels_torch import EXCLUDED, RowStatistics, Transform
-from rlhf.losses.fused.projection import RowBlocks, Weights, converted, kernels_for, project, weighted_loss
+from rlhf.losses.fused.projection import (
+    ONE_MODEL,
+    TWO_MODELS,
+    RowBlocks,
+    Weights,
+    converted,
+    kernels_for,
+    project,
+    weighted_loss,
+)
 from rlhf.losses.heads import VocabHead, shared_shard
 from rlhf.losses.rows import RowLosses, TopKScores
 from rlhf.losses.shard import Shard
@@ -164,16 +174,23 @@ class _Measured:
     def rows(self, losses: Tensor, teacher_mass: Tensor, student_mass: Tensor) -> RowLosses:
         return RowLosses(
             losses,
-            torch.cat(self.entropies),
+            _joined(self.entropies, losses),
             teacher_mass,
             student_mass,
-            torch.cat(self.logprobs) if self.logprobs else None,
+            None if self.targets is None else _joined(self.logprobs, losses),
         )
+
+
+def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    """There may be no rows at all."""
+    return torch.cat(parts) if parts else like.new_zeros(0)
 
 
 @dataclass
 class _FullRows:
     """`RowLoss` over the whole vocabulary."""
+
+    budget: ClassVar = TWO_MODELS
 
     student: VocabHead
     teacher: VocabHead
@@ -250,6 +267,8 @@ class _SelectedRows:
     as the gradient of a softmax.
     """
 
+    budget: ClassVar = ONE_MODEL
+
     student: VocabHead
     ids: Int[Tensor, "rows k"]
     kept: Tensor
@@ -266,7 +285,7 @@ class _SelectedRows:
     @property
     def logprobs_at_1(self) -> Tensor:
         """Of the selected tokens, at temperature 1."""
-        return torch.cat(self._logprobs_at_1)
+        return torch.cat(self._logprobs_at_1 or [self.student.hidden.new_zeros(0, self.ids.shape[1])])
 
     def __call__(self, rows: slice, raw: Tensor, weights: Tensor | None) -> Tensor:
         shard, t = self.student.shard, self.temperature
@@ -349,7 +368,7 @@ def forward_and_reverse_kl(
     shard, kernels = shared_shard(student, teacher), kernels_for(student.hidden.device)
     student, teacher = converted(student), converted(teacher)
     columns, dtype = student.weight.shape[0], student.weight.dtype
-    plan = RowBlocks.of(len(student), columns, dtype, student.hidden.device)
+    plan = RowBlocks.of(len(student), columns, dtype, student.hidden.device, TWO_MODELS)
     of_student = student.weight.new_empty(plan.part, columns)
     of_teacher = student.weight.new_empty(plan.part, teacher.weight.shape[0])
     forward, reverse = [], []

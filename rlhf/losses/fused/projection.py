@@ -29,17 +29,31 @@ from rlhf.losses.heads import VocabHead
 GRADIENT_SCALE = 512.0
 """A row's gradient by its logits is at most 1 for forward KL and a few dozen for reverse KL: below 2^16 with it."""
 
-BLOCK_BYTES = 640 * 2**20
-"""Of the student's logits in one block: 2,048 rows of 151,936 in float16. Fewer rows mean more passes over d weight."""
-PART_BYTES = BLOCK_BYTES // 2
-"""Of a teacher's logits, and of what one matmul with the head makes."""
-CPU_BLOCK_BYTES = 128 * 2**20
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of logits at a time on a GPU. Fewer rows mean more passes over d weight."""
+
+    block: int
+    """The student's, whose gradients are kept for one matmul that makes d weight."""
+    part: int
+    """What one matmul with the head makes; a teacher's."""
+
+
+TWO_MODELS = Budget(640 * MIB, 320 * MIB)
+"""2,048 and 1,024 rows of 151,936 in float16."""
+ONE_MODEL = Budget(1280 * MIB, 1280 * MIB)
+CPU_BLOCK_BYTES = 256 * MIB
 ROW_MULTIPLE = 128
 """Rows of a tile of the GPU's matmul."""
 
 
 class RowLoss(Protocol):
     """Turns the raw logits of some rows into their losses, and into gradients."""
+
+    budget: Budget
 
     def __call__(self, rows: slice, raw: Float[Tensor, "part n"], weights: Float[Tensor, " part"] | None) -> Tensor:
         """
@@ -92,7 +106,8 @@ def converted(head: VocabHead) -> VocabHead:
 
 def project(raw: Tensor, head: VocabHead, rows: slice) -> None:
     """raw = hidden[rows] @ weight.T, of a head in `compute_dtype`."""
-    torch.mm(head.hidden[rows].to(head.weight.dtype), head.weight.t(), out=raw)
+    hidden = kernels_for(raw.device).cast(head.hidden[rows], head.weight.dtype)
+    torch.mm(hidden, head.weight.t(), out=raw)
 
 
 def weighted_loss(head: VocabHead, weights: Weights, row_loss: RowLoss) -> tuple[Tensor, Float[Tensor, " rows"]]:
@@ -131,7 +146,7 @@ class _WeightedLoss(torch.autograd.Function):
             d_weight = main_grad.view_as(weight) if ctx.in_main_grad else torch.zeros_like(weight, dtype=exact)
         d_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wants_bias else None
         scaled = weights.values.to(exact) * scale
-        plan = RowBlocks.of(len(head), columns, dtype, hidden.device)
+        plan = RowBlocks.of(len(head), columns, dtype, hidden.device, row_loss.budget)
         # One column more than there are tokens: where a row loss puts what belongs to no column. Rows stay aligned.
         buffer = torch.empty(plan.block, -(-(columns + 1) // 16) * 16, dtype=dtype, device=hidden.device)
         for block in plan.blocks():
@@ -143,7 +158,8 @@ class _WeightedLoss(torch.autograd.Function):
                 if d_hidden is not None:
                     d_hidden[part] = (_mm(raw, head.weight) * (1 / scale)).to(d_hidden.dtype)
             if d_weight is not None:
-                _add_mm_(d_weight, raw_block, head.hidden[block].to(dtype), 1 / scale)
+                hidden_block = kernels_for(hidden.device).cast(head.hidden[block], dtype)
+                _add_mm_(d_weight, raw_block, hidden_block, 1 / scale)
             if d_bias is not None:
                 d_bias += raw_block.sum(0, dtype=exact) / scale
         ctx.weight_dtype = weight.dtype
@@ -177,12 +193,13 @@ class RowBlocks:
     part: int
 
     @classmethod
-    def of(cls, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> RowBlocks:
-        """As few blocks as the budgets allow, of about the same size."""
+    def of(cls, rows: int, columns: int, dtype: torch.dtype, device: torch.device, budget: Budget) -> RowBlocks:
+        """As few blocks as the budget allows, of about the same size."""
         row_bytes = max(columns, 1) * dtype.itemsize
-        on_gpu = device.type == "cuda"
-        block = _even(rows, (BLOCK_BYTES if on_gpu else CPU_BLOCK_BYTES) // row_bytes)
-        return cls(rows, block, _even(block, (PART_BYTES if on_gpu else CPU_BLOCK_BYTES) // row_bytes))
+        if device.type != "cuda":
+            budget = Budget(CPU_BLOCK_BYTES, CPU_BLOCK_BYTES)
+        block = _even(rows, budget.block // row_bytes)
+        return cls(rows, block, _even(block, budget.part // row_bytes))
 
     def blocks(self) -> Iterator[slice]:
         for start in range(0, self.rows, self.block):
