@@ -55,7 +55,7 @@ def test_kernels(triton_kernels, dtype, options, temperature):
         for one, other in zip(ours, theirs, strict=True):
             if one is not None:
                 close(one.log_z, other.log_z)
-                if one.dot is not None:
+                if None not in (one.mean, other.mean):
                     close(one.mean, other.mean)
                 if pair:
                     close(one.mean_gap, other.mean_gap, 1e-4)

@@ -11,6 +11,7 @@ and a sum put them together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,43 +49,30 @@ class Transform:
 
 @dataclass
 class RowStatistics:
-    """Of each row's logits at a temperature, over the columns at hand; fp32 (fp64 of fp64)."""
+    """Of each row's logits z at a temperature, over the columns at hand; fp32 (fp64 of fp64)."""
 
-    max: Float[Tensor, " rows"]
-    total: Float[Tensor, " rows"]
-    """Sum of exp(z - max)."""
-    dot: Float[Tensor, " rows"] | None
-    """Sum of exp(z - max) * z; of x only."""
-    gap: Float[Tensor, " rows"] | None = None
-    """Sum of exp(z - max) * (z - the other model's z)."""
+    log_z: Float[Tensor, " rows"]
+    """logsumexp; very low where there are no columns."""
+    mean: Float[Tensor, " rows"] | None
+    """The expected z; of x only."""
+    mean_gap: Float[Tensor, " rows"] | None = None
+    """The expected z - (the other model's z)."""
 
-    def joined(self, group: object | None) -> RowStatistics:
+    def joined(self, group: Any | None) -> RowStatistics:
         """Of all ranks' columns together."""
         if group is None:
             return self
-        largest = self.max.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)  # type: ignore[arg-type]
-        zeros = torch.zeros_like(self.total)
-        every = [self.total, zeros if self.dot is None else self.dot, zeros if self.gap is None else self.gap]
-        total, dot, gap = sums = torch.stack(every) * (self.max - largest).exp()
-        dist.all_reduce(sums, group=group)  # type: ignore[arg-type]
-        return RowStatistics(largest, total, None if self.dot is None else dot, None if self.gap is None else gap)
-
-    @property
-    def log_z(self) -> Float[Tensor, " rows"]:
-        """logsumexp."""
-        return self.max + self.total.log()
-
-    @property
-    def mean(self) -> Float[Tensor, " rows"]:
-        """The expected logit."""
-        assert self.dot is not None
-        return self.dot / self.total
-
-    @property
-    def mean_gap(self) -> Float[Tensor, " rows"]:
-        assert self.gap is not None
-        return self.gap / self.total
+        largest = self.log_z.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        own = (self.log_z - largest).exp()
+        expected = [torch.zeros_like(own) if one is None else one for one in (self.mean, self.mean_gap)]
+        total, mean, gap = sums = torch.stack([own, *(own * one for one in expected)])
+        dist.all_reduce(sums, group=group)
+        return RowStatistics(
+            largest + total.log(),
+            None if self.mean is None else mean / total,
+            None if self.mean_gap is None else gap / total,
+        )
 
 
 def statistics(
@@ -108,7 +96,12 @@ def statistics(
 def _of(z: Tensor, kept: Tensor, gap: Tensor | None) -> RowStatistics:
     largest = z.amax(-1) if z.shape[1] else z.new_full(z.shape[:1], EXCLUDED)
     weight = (z - largest[:, None]).exp() * kept
-    return RowStatistics(largest, weight.sum(-1), (weight * z).sum(-1), None if gap is None else (weight * gap).sum(-1))
+    total = weight.sum(-1).clamp(min=TINY)
+    return RowStatistics(
+        largest + total.log(),
+        (weight * z).sum(-1) / total,
+        None if gap is None else (weight * gap).sum(-1) / total,
+    )
 
 
 def mixture_moments(

@@ -103,17 +103,17 @@ def _statistics_kernel(
                 y_gap = y_gap * y_rescale + (q_1 * (y_1 - x_1) + q_2 * (y_2 - x_2))
     largest = tl.max(x_max, 0)
     rescale = _exp2(x_max - largest)
-    tl.store(out + row, largest * LN2)
-    tl.store(out + rows + row, tl.sum(x_sum * rescale, 0))
-    tl.store(out + 2 * rows + row, tl.sum(x_dot * rescale, 0) * LN2)
+    total = tl.maximum(tl.sum(x_sum * rescale, 0), 1e-37)
+    tl.store(out + row, (largest + _log2(total)) * LN2)
+    tl.store(out + rows + row, tl.sum(x_dot * rescale, 0) / total * LN2)
     if PAIR:
         largest = tl.max(y_max, 0)
         y_rescale = _exp2(y_max - largest)
-        tl.store(out + 3 * rows + row, largest * LN2)
-        tl.store(out + 4 * rows + row, tl.sum(y_sum * y_rescale, 0))
+        y_total = tl.maximum(tl.sum(y_sum * y_rescale, 0), 1e-37)
+        tl.store(out + 2 * rows + row, (largest + _log2(y_total)) * LN2)
         if GAPS:
-            tl.store(out + 5 * rows + row, tl.sum(x_gap * rescale, 0) * LN2)
-            tl.store(out + 6 * rows + row, tl.sum(y_gap * y_rescale, 0) * LN2)
+            tl.store(out + 3 * rows + row, tl.sum(x_gap * rescale, 0) / total * LN2)
+            tl.store(out + 4 * rows + row, tl.sum(y_gap * y_rescale, 0) / y_total * LN2)
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def statistics(
     gaps: bool = False,
 ) -> tuple[RowStatistics, RowStatistics | None]:
     """See `kernels_torch.statistics`."""
-    rows, out = len(x), torch.empty(7, len(x), device=x.device)
+    rows, out = len(x), torch.empty(5, len(x), device=x.device)
     other, transform_other = (x, transform) if y is None else (y, transform_y)
     assert transform_other is not None
     _statistics_kernel[(rows,)](
@@ -208,9 +208,9 @@ def statistics(
         PAIR=y is not None, GAPS=gaps, **_flags("X", transform), **_flags("Y", transform_other),
         BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
-    x_max, x_sum, x_dot, y_max, y_sum, x_gap, y_gap = out
-    of_x = RowStatistics(x_max, x_sum, x_dot, x_gap if gaps else None)
-    return of_x, None if y is None else RowStatistics(y_max, y_sum, None, y_gap if gaps else None)
+    log_zx, mean, log_zy, gap_x, gap_y = out
+    of_x = RowStatistics(log_zx, mean, gap_x if gaps else None)
+    return of_x, None if y is None else RowStatistics(log_zy, None, gap_y if gaps else None)
 
 
 def mixture_moments(

@@ -21,6 +21,7 @@ from rlhf.losses.fused.kernels_torch import EXCLUDED, RowStatistics, Transform
 from rlhf.losses.fused.projection import (
     ONE_MODEL,
     TWO_MODELS,
+    Budget,
     RowBlocks,
     Weights,
     converted,
@@ -190,7 +191,7 @@ def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
 class _FullRows:
     """`RowLoss` over the whole vocabulary."""
 
-    budget: ClassVar = TWO_MODELS
+    budget: ClassVar[Budget] = TWO_MODELS
 
     student: VocabHead
     teacher: VocabHead
@@ -234,9 +235,7 @@ class _FullRows:
         """In a buffer that all parts use."""
         if self.buffer is None:
             columns = self.teacher.weight.shape[0]
-            self.buffer = raw.new_empty((len(raw), -(-columns // 16) * 16), dtype=self.teacher.weight.dtype)[
-                :, :columns
-            ]
+            self.buffer = self.teacher.weight.new_empty(len(raw), -(-columns // 16) * 16)[:, :columns]
         other = self.buffer[: len(raw)]
         project(other, self.teacher, rows)
         return other
@@ -252,7 +251,9 @@ class _FullRows:
                 known[temperature] = of_x.joined(shard.group)
             return known[temperature]
 
-        measured.entropies.append(at(1.0).log_z - at(1.0).mean)
+        at_1 = at(1.0)
+        assert at_1.mean is not None
+        measured.entropies.append(at_1.log_z - at_1.mean)
         if measured.targets is not None:
             logit = _logits_at(raw, self.transform, measured.targets[rows].long()[:, None], shard)[0][:, 0]
             t = measured.target_temperature
@@ -267,7 +268,7 @@ class _SelectedRows:
     as the gradient of a softmax.
     """
 
-    budget: ClassVar = ONE_MODEL
+    budget: ClassVar[Budget] = ONE_MODEL
 
     student: VocabHead
     ids: Int[Tensor, "rows k"]
@@ -310,10 +311,9 @@ class _SelectedRows:
                 inside = (logits / temperature).masked_fill(~kept, LOG_ZERO)
                 log_rest = rest.log_z.clamp(min=LOG_ZERO)
                 log_z = torch.logaddexp(log_rest, inside.logsumexp(-1))
-                p = (inside - log_z[:, None]).exp()
-                mean = (log_rest - log_z).exp() * rest.dot / rest.total.clamp(min=1e-37) + (
-                    p * inside.clamp(min=EXCLUDED)
-                ).sum(-1)
+                assert rest.mean is not None
+                p, p_rest = (inside - log_z[:, None]).exp(), (log_rest - log_z).exp()
+                mean = p_rest * rest.mean + (p * inside.clamp(min=EXCLUDED)).sum(-1)
                 known[temperature] = log_rest, log_z, mean
             return known[temperature]
 

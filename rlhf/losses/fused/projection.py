@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from jaxtyping import Float
@@ -53,7 +53,7 @@ ROW_MULTIPLE = 128
 class RowLoss(Protocol):
     """Turns the raw logits of some rows into their losses, and into gradients."""
 
-    budget: Budget
+    budget: ClassVar[Budget]
 
     def __call__(self, rows: slice, raw: Float[Tensor, "part n"], weights: Float[Tensor, " part"] | None) -> Tensor:
         """
@@ -139,11 +139,10 @@ class _WeightedLoss(torch.autograd.Function):
         exact = torch.promote_types(dtype, torch.float32)
         losses = torch.empty(len(head), dtype=exact, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
-        main_grad = getattr(weight, "main_grad", None)
-        ctx.in_main_grad = wants_weight and main_grad is not None and main_grad.dtype == exact
-        d_weight = None
-        if wants_weight:
-            d_weight = main_grad.view_as(weight) if ctx.in_main_grad else torch.zeros_like(weight, dtype=exact)
+        d_weight = _main_grad(weight, exact) if wants_weight else None
+        ctx.in_main_grad = d_weight is not None
+        if wants_weight and d_weight is None:
+            d_weight = torch.zeros_like(weight, dtype=exact)
         d_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wants_bias else None
         scaled = weights.values.to(exact) * scale
         plan = RowBlocks.of(len(head), columns, dtype, hidden.device, row_loss.budget)
@@ -218,6 +217,17 @@ def _even(rows: int, most: int) -> int:
     pieces = -(-rows // most)
     size = -(-rows // pieces)
     return min(-(-size // ROW_MULTIPLE) * ROW_MULTIPLE, most)
+
+
+def _main_grad(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Where Megatron adds up the gradients of an optimizer step. Its hook adds what autograd brings, so that the other
+    part of a tied weight's gradient, the embedding's, comes on top.
+
+    With overlapped reduction this would have to tell the hook, which waits for every gradient; `optimizer.wrap` reduces
+    when all of them are there.
+    """
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    return main_grad.view_as(weight) if main_grad is not None and main_grad.dtype == dtype else None
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
