@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +150,29 @@ def names(role: str, kind: str, count: int) -> list[str]:
     return [role] if count == 1 else [f"{role} {kind} {number}" for number in range(count)]
 
 
+@dataclass(frozen=True)
+class LentBucket:
+    """A bucket of weights that exists on every device, in the memory of the trainer rank there."""
+
+    on: Mapping[int, Any]
+    """Bundle -> the reference of the rank's `Bucket` there."""
+
+
 class RayTrainer:
     """Driver's handle on the trainer processes; implements `Trainer` and, for a colocated teacher, `Scorer`."""
 
-    def __init__(self, cluster: RayCluster, setup: TrainerSetup, bundles: Sequence[int], share: float) -> None:
+    def __init__(
+        self, cluster: RayCluster, setup: TrainerSetup, bundles: Sequence[int], share: float, lends: bool = False
+    ) -> None:
         """
         Args:
             bundles: of each rank.
             share: of a bundle.
+            lends: weights go to engines on the same devices as handles of GPU memory, which no other device can open:
+                every rank hands out the whole model itself.
         """
+        self.bundles = tuple(bundles)
+        self.lends = lends
         self.tensor_parallel = setup.train.tensor_parallel
         self.data_parallel = setup.train.data_parallel
         self.version = 0
@@ -195,10 +210,13 @@ class RayTrainer:
         return self._all("evaluate", sequences, plan, teacher, hidden)
 
     def buckets(self, dtype: str) -> Iterator[Any]:
-        """Rank 0 makes them, with the help of the ranks that share its model."""
+        """Rank 0 makes them, with the help of the ranks that share its model; or every rank does, see `lends`."""
+        if self.lends:
+            streams = [rank.call("buckets", dtype) for rank in self.ranks]
+            return (LentBucket(dict(zip(self.bundles, parts, strict=True))) for parts in iterate(streams))
         stream = self.ranks[0].call("buckets", dtype)
         helpers = [rank.call("take_part_in_export") for rank in self.ranks[1 : self.tensor_parallel]]
-        return iterate(stream, helpers)
+        return (bucket for (bucket,) in iterate([stream], helpers))
 
     def save(self, folder: Path) -> RayFuture[None]:
         return self._all("save", folder)
@@ -227,6 +245,7 @@ class RayEngine:
             bundles: of each replica.
             share: of a bundle.
         """
+        self.bundles = tuple(bundles)
         self.replicas = [
             cluster.start(name, EngineActor, setup, bundle=bundle, share=share, environment=ENGINE_ENVIRONMENT)
             for name, bundle in zip(names("engine", "replica", len(bundles)), bundles, strict=True)
@@ -238,10 +257,15 @@ class RayEngine:
         wait_for(self.starting, timeout_s)
 
     def update_weights(self, buckets: Iterable[Any]) -> RayFuture[int]:
-        """Every replica gets every bucket."""
+        """Every replica gets every bucket, as it is on its own device."""
         loads = [self._all("begin_update")]
         for bucket in buckets:
-            loads.append(self._all("load", bucket))
+            loads.append(
+                [
+                    replica.call("load", bucket.on[bundle] if isinstance(bucket, LentBucket) else bucket)
+                    for replica, bundle in zip(self.replicas, self.bundles, strict=True)
+                ]
+            )
             if len(loads) > IN_FLIGHT:  # the object store holds a few buckets, not the model
                 wait_for(loads[-1 - IN_FLIGHT])
         calls = [*itertools.chain(*loads), *self._all("finish_update")]

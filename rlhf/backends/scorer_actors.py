@@ -17,6 +17,12 @@ References = tuple[list[Any], ...]
 """By data-parallel rank: references of the `PackedScores` of its samples."""
 
 
+SCORER_ENVIRONMENT = {
+    **ENGINE_ENVIRONMENT,
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its first versions on GPUs pool sequences, not rows
+}
+
+
 class ScorerActor:
     """A `VllmScorer` in a process of its own. It keeps what it answers in the object store and returns references, so
     that the driver, which waits for them, never holds a score."""
@@ -46,7 +52,7 @@ class RayScorer:
             bundles: of each replica, which has all of it.
         """
         self.replicas = [
-            cluster.start(name, ScorerActor, setup, bundle=bundle, share=1.0, environment=ENGINE_ENVIRONMENT)
+            cluster.start(name, ScorerActor, setup, bundle=bundle, share=1.0, environment=SCORER_ENVIRONMENT)
             for name, bundle in zip(names("teacher", "replica", len(bundles)), bundles, strict=True)
         ]
         self.starting = [replica.call("ready") for replica in self.replicas]

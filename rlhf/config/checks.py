@@ -13,7 +13,7 @@ from rlhf.config.placement import Colocate, Separate
 from rlhf.config.reward import NoReward
 from rlhf.config.rollout import NoRollout
 from rlhf.config.run import EvalResponses
-from rlhf.config.teacher import ColocatedTeacher, NoTeacher, SelfTeacher, StandaloneTeacher
+from rlhf.config.teacher import ColocatedTeacher, NoTeacher, SelfTeacher
 
 if TYPE_CHECKING:
     from rlhf.config.run import Run
@@ -55,8 +55,6 @@ def check(run: Run) -> None:
         f"train.gpus={run.train.gpus} train.tensor_parallel={run.train.tensor_parallel} make; use "
         f"eval.samples={run.train.data_parallel} or more, or eval.samples=0",
     )
-    if run.cluster.device is Device.cuda:
-        _check_one_gpu(run)
     if run.eval.samples == 0 and isinstance(run.data, FileData | HubData):
         why = "with eval.samples=0 (no evaluation)"
         refuse_unused(run.data, "data", ("eval_path", "eval_split"), why, "use eval.samples=16")
@@ -69,18 +67,6 @@ def check(run: Run) -> None:
         "data.on_bad_row=skip doesn't count them first; use run.steps, or data.streaming=false",
     )
     _check_micro_batch(run)
-
-
-def _check_one_gpu(run: Run) -> None:
-    """Layouts of several GPUs are held back until they have been tried on GPUs."""
-    beyond = {
-        f"train.gpus={run.train.gpus}": run.train.gpus > 1,
-        "placement=separate": isinstance(run.placement, Separate),
-        "teacher=standalone": isinstance(run.teacher, StandaloneTeacher),
-    }
-    for choice, chosen in beyond.items():
-        if chosen:
-            raise not_yet(f"cluster.device=cuda with {choice}", "all roles on one GPU, or cluster.device=cpu")
 
 
 def _check_responses(run: Run, algo: GKD) -> None:

@@ -13,6 +13,7 @@ from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.backends.megatron.tensors import head_name
 from rlhf.backends.scorer_actors import RayScorer
 from rlhf.backends.vllm.setup import EngineSetup, ScorerSetup
+from rlhf.config.cluster import Device
 from rlhf.config.distill import FullVocab
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Run
@@ -64,6 +65,7 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
             trainer_setup(run, inputs, objective),
             bundles=[bundle_of[device] for device in layout.trainer],
             share=share,
+            lends=shared and run.cluster.device is Device.cuda,
         )
         engine = None
         if run.engine is not None:

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf import launch
 from rlhf.config.arguments import check_arguments
+from rlhf.config.cluster import Device
 from rlhf.config.compose import to_run
 from rlhf.config.messages import explain, interrupted
 from rlhf.config.model import SmolLM2With24Layers
@@ -394,12 +395,6 @@ CONTRADICTIONS = {
     "teacher=standalone",
     "placement=separate placement.max_staleness=1 algo.lmbda=0.5": "placement.max_staleness=1 with algo.lmbda=0.5 "
     f"{NOT_YET} algo.lmbda=1, or placement.max_staleness=0",
-    "cluster.device=cuda train.gpus=2 rollout.gpus=2": f"cluster.device=cuda with train.gpus=2 {NOT_YET} all roles on "
-    "one GPU, or cluster.device=cpu",
-    "cluster.device=cuda placement=separate": f"cluster.device=cuda with placement=separate {NOT_YET} all roles on one "
-    "GPU, or cluster.device=cpu",
-    "cluster.device=cuda teacher=standalone": f"cluster.device=cuda with teacher=standalone {NOT_YET} all roles on one "
-    "GPU, or cluster.device=cpu",
     "placement=separate placement.max_staleness=1 teacher=self": "placement.max_staleness=1 with teacher=self, whose "
     f"weights are trained while it is asked {NOT_YET} placement.max_staleness=0, or another teacher",
     "placement=separate rollout=none": "placement=separate gives the engine devices of its own, and rollout=none "
@@ -425,6 +420,8 @@ def test_what_looks_like_a_contradiction_but_is_none() -> None:
     assert run_of("model.drop_layers=[1]").model.drop_layers == [1]
     assert run_of("cluster=attached").cluster.address == "auto"
     assert run_of("teacher.offload=true", "cluster.device=cuda").teacher.offload
+    for layout in ("train.gpus=2 rollout.gpus=2", "placement=separate", "teacher=standalone"):
+        assert run_of("cluster.device=cuda", *layout.split()).cluster.device is Device.cuda
     # one job of a sweep over lmbda
     assert run_of("algo.lmbda=1", "algo.sft_alpha=0.5", "data.max_response_length=64").lmbda == 1
     assert run_of("eval.responses=student").eval.max_response_tokens == 128

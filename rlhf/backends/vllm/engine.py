@@ -47,7 +47,8 @@ class VllmEngine:
             worker_extension_cls="rlhf.backends.vllm.extension.WeightUpdates",
             logprobs_mode="processed_logprobs",  # of the distribution the tokens were drawn from
             seed=setup.seed,
-            **(ON_A_SHARED_GPU if self.sleeps else {}),
+            enable_sleep_mode=self.sleeps,
+            **memory_options(),
         )
 
     # ---- weights ----------------------------------------------------------------------------------------------------
@@ -149,11 +150,12 @@ class VllmEngine:
         return Rollouts(version, sequences, np.array([output.finish_reason == "stop" for output in outputs]))
 
 
-ON_A_SHARED_GPU = {
-    "enable_sleep_mode": True,
-    # vLLM wants this share of the memory to be free when it starts. The cache has a size of its own.
-    "gpu_memory_utilization": 0.01,
-}
+def memory_options() -> dict[str, float]:
+    """On a GPU, vLLM wants this share of the memory to be free when it starts. The cache has a size of its own, so
+    nothing depends on it."""
+    from vllm.platforms import current_platform
+
+    return {"gpu_memory_utilization": 0.01} if current_platform.is_cuda() else {}
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
