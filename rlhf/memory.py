@@ -37,6 +37,9 @@ def check_memory(run: Run, architecture: Architecture) -> None:
     if isinstance(run.teacher, StandaloneTeacher):
         asked += run.teacher.engine.kv_cache_gb * run.teacher.gpus
         keys.insert(0, f"teacher.engine.kv_cache_gb={run.teacher.engine.kv_cache_gb:g}")
+        if run.writer is not None:
+            asked += run.writer.kv_cache_gb * run.teacher.gpus
+            keys.insert(0, f"teacher.generation.kv_cache_gb={run.writer.kv_cache_gb:g}")
     available = psutil.virtual_memory().available / GIB
     if asked > available:
         raise ConfigError(

@@ -38,6 +38,8 @@ class Inputs:
     dataset: Dataset
     steps: int
     """Optimizer steps of the run, whether `run.steps` or `run.epochs` says so."""
+    teacher_stop_token_ids: tuple[int, ...] = ()
+    """What ends a response that the teacher writes: its own end-of-sequence tokens as well; () where it writes none."""
 
 
 def check_inputs(run: Run) -> Inputs:
@@ -67,6 +69,11 @@ def check_inputs(run: Run) -> Inputs:
     if run.engine is not None:
         extra = tokenizers.extra_stop_token_ids(tokenizer, run.engine.stop_token_ids, run.engine.stop_tokens)
         stop_token_ids = tuple(sorted({*stop_token_ids, *extra}))
+    teacher_stops: tuple[int, ...] = ()
+    if run.writer is not None and teacher is not None:
+        teacher_stops = tuple(
+            sorted({*stop_token_ids, *tokenizers.stop_token_ids(teacher, tokenizer, architecture.vocab)})
+        )
     dataset = load(
         run.data,
         tokenizer,
@@ -81,7 +88,9 @@ def check_inputs(run: Run) -> Inputs:
             "eval.accuracy=true needs held-out rows with a verifier, which data=reasoning_gym has; use "
             "eval.accuracy=null"
         )
-    return Inputs(student, teacher, architecture, tokenizer, stop_token_ids, dataset, _steps(run, dataset))
+    return Inputs(
+        student, teacher, architecture, tokenizer, stop_token_ids, dataset, _steps(run, dataset), teacher_stops
+    )
 
 
 def can_be_verified(dataset: Dataset) -> bool:
@@ -152,6 +161,9 @@ def _check_teacher(run: Run, student: Path, architecture: Architecture, tokenize
         _check_head_dim(run, teacher, name)
         engine = run.teacher.engine
         check_cache("teacher.engine.kv_cache_gb", engine.kv_cache_gb, longest_sample(run), teacher, engine.dtype)
+        if run.writer is not None:
+            longest = max(run.data.max_length, run.data.teacher_length) + run.writer.max_new_tokens
+            check_cache("teacher.generation.kv_cache_gb", run.writer.kv_cache_gb, longest, teacher, engine.dtype)
     else:
         _check_divisible(run, teacher, name)
     try:

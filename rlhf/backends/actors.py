@@ -239,16 +239,19 @@ class RayTrainer:
 class RayEngine:
     """Driver's handle on the engine processes, one a replica; implements `Engine`."""
 
-    def __init__(self, cluster: RayCluster, setup: EngineSetup, bundles: Sequence[int], share: float) -> None:
+    def __init__(
+        self, cluster: RayCluster, setup: EngineSetup, bundles: Sequence[int], share: float, role: str = "engine"
+    ) -> None:
         """
         Args:
             bundles: of each replica.
             share: of a bundle.
+            role: what messages call it.
         """
         self.bundles = tuple(bundles)
         self.replicas = [
             cluster.start(name, EngineActor, setup, bundle=bundle, share=share, environment=ENGINE_ENVIRONMENT)
-            for name, bundle in zip(names("engine", "replica", len(bundles)), bundles, strict=True)
+            for name, bundle in zip(names(role, "replica", len(bundles)), bundles, strict=True)
         ]
         self.starting = self._all("ready")
 

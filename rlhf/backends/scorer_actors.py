@@ -46,13 +46,14 @@ class ScorerActor:
 class RayScorer:
     """Driver's handle on the replicas; implements `Scorer`."""
 
-    def __init__(self, cluster: RayCluster, setup: ScorerSetup, bundles: Sequence[int]) -> None:
+    def __init__(self, cluster: RayCluster, setup: ScorerSetup, bundles: Sequence[int], share: float = 1.0) -> None:
         """
         Args:
-            bundles: of each replica, which has all of it.
+            bundles: of each replica.
+            share: of a bundle.
         """
         self.replicas = [
-            cluster.start(name, ScorerActor, setup, bundle=bundle, share=1.0, environment=SCORER_ENVIRONMENT)
+            cluster.start(name, ScorerActor, setup, bundle=bundle, share=share, environment=SCORER_ENVIRONMENT)
             for name, bundle in zip(names("teacher", "replica", len(bundles)), bundles, strict=True)
         ]
         self.starting = [replica.call("ready") for replica in self.replicas]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from rlhf.config.algo import GKD, OPSD
@@ -13,7 +14,7 @@ from rlhf.config.placement import Colocate, Separate
 from rlhf.config.reward import NoReward
 from rlhf.config.rollout import NoRollout
 from rlhf.config.run import EvalResponses
-from rlhf.config.teacher import ColocatedTeacher, NoTeacher, SelfTeacher
+from rlhf.config.teacher import ColocatedTeacher, NoTeacher, SelfTeacher, StandaloneTeacher
 
 if TYPE_CHECKING:
     from rlhf.config.run import Run
@@ -41,6 +42,7 @@ def check(run: Run) -> None:
             f"{algo} learns from a teacher and would ignore reward.*; use reward=none",
         )
         _check_responses(run, run.algo)
+        _check_written(run, run.algo)
     if isinstance(run.teacher, ColocatedTeacher) and run.cluster.device is Device.cpu:
         why = "with cluster.device=cpu, where device and host memory are one"
         refuse_unused(run.teacher, "teacher", ("offload",), why, "use cluster.device=cuda")
@@ -108,6 +110,26 @@ def _check_responses(run: Run, algo: GKD) -> None:
         remedy = "use algo.lmbda=0.5 or rollout=none"
         refuse_unused(algo, "algo", ("sft_alpha",), why, remedy)
         refuse_unused(run.data, "data", ("max_response_length",), why, remedy)
+
+
+def _check_written(run: Run, algo: GKD) -> None:
+    """What the teacher writes is asked for, used, and written by a teacher that can."""
+    if isinstance(run.teacher, StandaloneTeacher) and not algo.seq_kd:
+        unused = tuple(field.name for field in dataclasses.fields(run.teacher.generation))
+        why = "with algo.seq_kd=false (the teacher writes nothing)"
+        refuse_unused(run.teacher.generation, "teacher.generation", unused, why, "use algo.seq_kd=true")
+    if not algo.seq_kd:
+        return
+    require(
+        isinstance(run.teacher, StandaloneTeacher),
+        "algo.seq_kd=true needs a teacher that writes; use teacher=standalone, or responses the teacher wrote before: "
+        "algo.seq_kd=false rollout=none data=file data.path=FILE",
+    )
+    if run.lmbda == 1 and algo.lmbda is None:  # given, it may be one value of a sweep
+        why = "where every response is the student's own (algo.lmbda=null)"
+        refuse_unused(algo, "algo", ("seq_kd",), why, "use algo.lmbda=0.5 or rollout=none")
+    why = "with algo.seq_kd=true, where the teacher writes the responses"
+    refuse_unused(run.data, "data", ("max_response_length",), why, "use teacher.generation.max_new_tokens")
 
 
 def _check_micro_batch(run: Run) -> None:

@@ -17,7 +17,7 @@ from rlhf.config.cluster import Device
 from rlhf.config.distill import FullVocab
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Run
-from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher, TeacherEngine
+from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher, TeacherEngine, TeacherGeneration
 from rlhf.config.train import Train
 from rlhf.memory import longest_sample
 from rlhf.placements.layout import Layout, by_node
@@ -33,7 +33,9 @@ class Roles:
     scorer: RayTrainer | RayScorer
     """A colocated teacher lives in the trainer."""
     engine: RayEngine | None
-    """None where the responses come from the rows."""
+    """None where no response is the student's own."""
+    writer: RayEngine | None
+    """The teacher that writes responses, on the scorer's devices; None where it writes none."""
     cluster: RayCluster
     described: list[str]
     background: Background = field(default_factory=Background)
@@ -76,9 +78,15 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
                 share=share,
             )
         scorer: RayTrainer | RayScorer = trainer
+        writer = None
         if isinstance(run.teacher, StandaloneTeacher):
-            setup = scorer_setup(run, inputs, run.teacher.engine, objective)
-            scorer = RayScorer(cluster, setup, bundles=[bundle_of[devices[0]] for devices in layout.teacher])
+            bundles = [bundle_of[devices[0]] for devices in layout.teacher]
+            part = 1.0 if run.writer is None else 0.5
+            scorer = RayScorer(cluster, scorer_setup(run, inputs, run.teacher.engine, objective), bundles, part)
+            if run.writer is not None:
+                setup = writer_setup(run, inputs, run.teacher.engine, run.writer)
+                writer = RayEngine(cluster, setup, bundles, part, role="writing teacher")
+                writer.ready(run.cluster.start_timeout_s)
             scorer.ready(run.cluster.start_timeout_s)
         trainer.ready(run.cluster.start_timeout_s)
         if engine is not None:
@@ -88,7 +96,7 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
     except BaseException:
         cluster.close()
         raise
-    return Roles(trainer, scorer, engine, cluster, describe(run, shared))
+    return Roles(trainer, scorer, engine, writer, cluster, describe(run, shared))
 
 
 def teacher_gpus(run: Run) -> int:
@@ -125,6 +133,30 @@ def engine_setup(run: Run, inputs: Inputs, rollout: VllmRollout, shared: bool) -
     )
 
 
+def writer_setup(run: Run, inputs: Inputs, engine: TeacherEngine, writer: TeacherGeneration) -> EngineSetup:
+    """Of each replica of a standalone teacher that writes responses."""
+    assert inputs.teacher is not None
+    return EngineSetup(
+        model=inputs.teacher,
+        rollout=VllmRollout(
+            dtype=engine.dtype,
+            max_new_tokens=writer.max_new_tokens,
+            temperature=writer.temperature,
+            top_p=writer.top_p,
+            top_k=writer.top_k,
+            max_num_seqs=engine.max_num_seqs,
+            kv_cache_gb=writer.kv_cache_gb,
+            enforce_eager=engine.enforce_eager,
+        ),
+        max_model_len=max(run.data.max_length, run.data.teacher_length) + writer.max_new_tokens,
+        stop_token_ids=inputs.teacher_stop_token_ids,
+        seed=run.run.seed,
+        shares_device=False,
+        fixed=True,
+        vocab=inputs.architecture.vocab,
+    )
+
+
 def scorer_setup(run: Run, inputs: Inputs, engine: TeacherEngine, objective: Objective) -> ScorerSetup:
     """Of each replica of a standalone teacher."""
     assert inputs.teacher is not None
@@ -145,14 +177,15 @@ def describe(run: Run, shared: bool) -> list[str]:
     kind = run.cluster.device.value
     without = f" without {len(run.model.drop_layers)} layers" if run.model.drop_layers else ""
     ahead = ", one step ahead" if run.placement.max_staleness else ""
-    engine = "engine: none, responses are the data's; so there is no sample to show"
+    whose = "data" if run.writer is None else "teacher"
+    engine = f"engine: none, responses are the {whose}'s; so there is no sample to show"
     if run.engine is not None:
         its = f"the same {run.engine.gpus} x {kind}" if shared else f"{run.engine.gpus} x {kind} of its own{ahead}"
         engine = f"engine: {its}, vLLM, {run.engine.dtype.value}"
     return [
         f"trainer: {run.train.gpus} x {kind}{shared_by(run.train)}, Megatron-core, {run.train.dtype.value}, student "
         f"{run.model.path}{without}",
-        f"teacher: {describe_teacher(run.teacher, kind)}",
+        f"teacher: {describe_teacher(run.teacher, kind)}{'' if run.writer is None else ', writes responses'}",
         engine,
     ]
 

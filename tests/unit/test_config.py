@@ -144,7 +144,6 @@ OUT_OF_RANGE = [
     "algo.lmbda=2",
     "algo.lmbda=nan",
     "algo.sft_alpha=-1",
-    "algo.seq_kd=true",
     "cluster.threads=0",
     "cluster.object_store_gb=0",
     "cluster.start_timeout_s=0",
@@ -400,8 +399,21 @@ CONTRADICTIONS = {
     "placement=separate rollout=none": "placement=separate gives the engine devices of its own, and rollout=none "
     "starts none; use placement=colocate",
     "algo=opsd distill=none": "algo=opsd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
-    "algo.seq_kd=true": f"algo.seq_kd=true (it needs a teacher that generates) {NOT_YET} algo.seq_kd=false, with "
-    "responses the teacher wrote before: rollout=none data=file data.path=FILE",
+    "algo.seq_kd=true": "algo.seq_kd=true needs a teacher that writes; use teacher=standalone, or responses the "
+    "teacher wrote before: algo.seq_kd=false rollout=none data=file data.path=FILE",
+    "algo.seq_kd=true algo.lmbda=0.5 teacher=self": "algo.seq_kd=true needs a teacher that writes; use "
+    "teacher=standalone, or responses the teacher wrote before: algo.seq_kd=false rollout=none data=file "
+    "data.path=FILE",
+    "algo.seq_kd=true teacher=standalone": "algo.seq_kd=true has no effect where every response is the student's own "
+    "(algo.lmbda=null); use algo.lmbda=0.5 or rollout=none, or leave algo.seq_kd=false",
+    "teacher=standalone teacher.generation.temperature=0": "teacher.generation.temperature=0.0 has no effect with "
+    "algo.seq_kd=false (the teacher writes nothing); use algo.seq_kd=true, or leave teacher.generation.temperature=1.0",
+    "teacher=standalone algo.seq_kd=true rollout=none data.max_response_length=64": "data.max_response_length=64 has "
+    "no effect with algo.seq_kd=true, where the teacher writes the responses; use teacher.generation.max_new_tokens, "
+    "or leave data.max_response_length=512",
+    "teacher=standalone algo.seq_kd=true rollout=none teacher.generation.max_new_tokens=5000": "train."
+    "micro_batch_tokens=4096 can't hold one sample of data.max_length=256 + teacher.generation.max_new_tokens=5000 "
+    "tokens; use at least 5256",
     "teacher.offload=true": "teacher.offload=true has no effect with cluster.device=cpu, where device and host memory "
     "are one; use cluster.device=cuda, or leave teacher.offload=false",
     "teacher=self teacher.ema_decay=2": "teacher.ema_decay must be in [0.0, 1.0], got 2.0",
@@ -423,6 +435,8 @@ def test_what_looks_like_a_contradiction_but_is_none() -> None:
     for layout in ("train.gpus=2 rollout.gpus=2", "placement=separate", "teacher=standalone"):
         assert run_of("cluster.device=cuda", *layout.split()).cluster.device is Device.cuda
     # one job of a sweep over lmbda
+    assert run_of("teacher=standalone", "algo.seq_kd=true", "algo.lmbda=1").writer is None
+    assert run_of("teacher=standalone", "algo.seq_kd=true", "algo.lmbda=0").writer is not None
     assert run_of("algo.lmbda=1", "algo.sft_alpha=0.5", "data.max_response_length=64").lmbda == 1
     assert run_of("eval.responses=student").eval.max_response_tokens == 128
     assert run_of("eval.samples=0", "train.micro_batch_tokens=384").eval.samples == 0

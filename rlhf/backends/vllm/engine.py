@@ -14,6 +14,9 @@ from rlhf.backends.weight_sync import received
 from rlhf.errors import StaleWeights
 from rlhf.types import Bucket, Prompts, Rollouts, Sequences
 
+NEVER = -100.0
+"""The lowest logit bias that vLLM takes."""
+
 
 class VllmEngine:
     """Wraps `vllm.LLM` in its own process (vLLM patches torch, so it never shares one with Megatron)."""
@@ -27,16 +30,21 @@ class VllmEngine:
         """Give the GPU's memory to the others between generations; vLLM has no sleep on CPU."""
         self._asleep = False
         self.setup = setup
-        self.version: int | None = None
+        self.version: int | None = 0 if setup.fixed else None
         """Version of the weights held; None before the first update and while one is under way."""
         self._arriving: int | None = None
         self._expected = tensor_names(setup.model)
         self._missing = set(self._expected)
+        self._forbidden: dict[int, float] = {}
+        """Logit biases of rows of the head that stand for no token of the student."""
+        if setup.vocab is not None:
+            rows = read_config(setup.model)["vocab_size"]
+            self._forbidden = dict.fromkeys(range(setup.vocab, rows), NEVER)
         self.channel: WeightChannel | None = None
         """Where weights come from, if the trainer is on another device."""
         self.llm = LLM(
             model=str(setup.model),
-            load_format="dummy",
+            load_format="auto" if setup.fixed else "dummy",
             skip_tokenizer_init=True,
             dtype=rollout.dtype.value,
             tensor_parallel_size=rollout.tensor_parallel,
@@ -55,6 +63,7 @@ class VllmEngine:
 
     def begin_update(self) -> None:
         """From here until `finish_update` the engine holds no usable weights."""
+        assert not self.setup.fixed
         self._wake("weights")
         self.version = self._arriving = None
         self._missing = set(self._expected)
@@ -137,6 +146,7 @@ class VllmEngine:
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=False,
+                logit_bias=self._forbidden or None,
             )
             for seed in prompts.seeds
         ]
