@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from rlhf.backends.cluster import Call, RayCluster, RayFuture, iterate, wait_for
+from rlhf.backends.cluster import Call, RayCluster, RayFuture, arrivals, iterate, wait_for
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.backends.vllm.setup import EngineSetup
 from rlhf.roles.replicas import merge, split
@@ -128,6 +128,10 @@ class EngineActor:
     def generate(self, prompts: Prompts, version: int, greedy: bool) -> Rollouts:
         return self.engine.generate(prompts, version, greedy)
 
+    @ray.method(num_returns="streaming")
+    def stream(self, prompts: Prompts, version: int) -> Iterator[Rollouts]:
+        yield from self.engine.stream(prompts, version)
+
     def sleep(self) -> None:
         self.engine.sleep()
 
@@ -195,6 +199,14 @@ class RayTrainer:
 
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> RayFuture[None]:
         return self._all("score", sequences, minibatches)
+
+    @property
+    def begins(self) -> bool:
+        """No: the teacher's devices are busy with what the engine does, or with training."""
+        return False
+
+    def begin(self, sequences: Sequences) -> None:
+        """Nothing: `score` does it all."""
 
     def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> RayFuture[None]:
         """Nothing: the teacher is where they are needed."""
@@ -280,6 +292,13 @@ class RayEngine:
         busy = zip(self.replicas, shares, strict=False)  # a single prompt needs a single replica
         calls = [replica.call("generate", share, version, greedy) for replica, share in busy]
         return RayFuture(calls, merge)
+
+    def stream(self, prompts: Prompts, version: int) -> Iterator[Rollouts]:
+        """The same, in parts of all replicas as they are finished."""
+        shares = split(prompts, len(self.replicas))
+        return arrivals(
+            [replica.call("stream", share, version) for replica, share in zip(self.replicas, shares, strict=False)]
+        )
 
     def connect(self, trainer: RayTrainer, timeout_s: float) -> None:
         """From here on weights are pushed: the buckets that the trainer hands over only say what comes."""

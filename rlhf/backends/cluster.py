@@ -130,6 +130,21 @@ def iterate(streams: list[Call], others: Sequence[Call] = ()) -> Iterator[tuple[
     wait_for(list(others))
 
 
+def arrivals(streams: list[Call]) -> Iterator[Any]:
+    """What streaming calls give, whichever has something; the first failure ends it."""
+    process_of = {stream.reference: stream.process for stream in streams}
+    while process_of:
+        ready, _ = ray.wait(list(process_of), fetch_local=False)
+        for reference in ready:
+            with plain_failures(process_of[reference]):
+                try:
+                    value = ray.get(next(reference))
+                except StopIteration:
+                    del process_of[reference]
+                    continue
+            yield value
+
+
 @contextmanager
 def plain_failures(process: Process) -> Iterator[None]:
     """Ray's exceptions of a call of `process` -> ours; see `wait_for`."""

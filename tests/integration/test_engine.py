@@ -18,6 +18,7 @@ from rlhf.backends.megatron.weights import Checkpoint
 from rlhf.backends.vllm.setup import EngineSetup
 from rlhf.config.rollout import VllmRollout
 from rlhf.errors import StaleWeights
+from rlhf.roles.replicas import in_order_of
 from rlhf.types import Bucket, Prompts, Rollouts, offsets_of
 from tests.unit.tiny import save_tiny_llama
 
@@ -48,7 +49,7 @@ def engine(cluster: RayCluster, folders: tuple[Path, Path]) -> RayEngine:
         shares_device=True,
     )
     engine = RayEngine(cluster, setup, bundles=[0], share=0.5)
-    engine.ready(timeout_s=120)
+    engine.ready(timeout_s=240)
     return engine
 
 
@@ -132,6 +133,19 @@ def test_samples_do_not_depend_on_the_order_of_requests(engine: RayEngine, folde
     )
     assert [first[i] for i in order] == second
     assert len({tuple(response) for response in first}) == 3
+
+
+def test_a_stream_is_the_same_batch_in_parts(engine: RayEngine, folders: tuple[Path, Path]) -> None:
+    update(engine, folders[0], 25)
+    whole = engine.generate(prompts(), 25).result()
+    parts = list(engine.stream(prompts(), 25))
+    assert len(parts) == 3, "a part a prompt: there are fewer prompts than parts"
+    together = in_order_of(prompts(), parts)
+    assert responses_of(together) == responses_of(whole)
+    assert together.finished.tolist() == whole.finished.tolist() and together.version == 25
+    np.testing.assert_allclose(together.sequences.logprobs, whole.sequences.logprobs, atol=1e-5)
+    with pytest.raises(StaleWeights, match="asked to generate with weights of version 24, the engine holds 25"):
+        list(engine.stream(prompts(), 24))
 
 
 def test_a_teacher_writes_with_its_own_weights_and_in_the_students_vocabulary(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -14,6 +16,8 @@ from rlhf.backends.weight_sync import received
 from rlhf.errors import StaleWeights
 from rlhf.types import Bucket, Prompts, Rollouts, Sequences
 
+PARTS = 8
+"""In which `stream` hands a batch out: few enough that a teacher has something to do with each."""
 NEVER = -100.0
 """The lowest logit bias that vLLM takes."""
 
@@ -128,12 +132,42 @@ class VllmEngine:
         Raises:
             StaleWeights: the engine holds another version.
         """
+        requests, sampling = self._requests(prompts, version, greedy)
+        outputs = self.llm.generate(requests, sampling, use_tqdm=False)
+        return self._rollouts(prompts, list(range(len(prompts))), outputs)
+
+    def stream(self, prompts: Prompts, version: int) -> Iterator[Rollouts]:
+        """The rollouts of `generate` in up to `PARTS` parts, as they are finished. vLLM is asked for the whole batch at
+        once here, too.
+
+        Raises:
+            StaleWeights: the engine holds another version.
+        """
+        requests, sampling = self._requests(prompts, version, greedy=False)
+        ids = self.llm.enqueue(requests, sampling, use_tqdm=False)
+        number = {name.partition("-")[0]: row for row, name in enumerate(ids)}  # vLLM's own names have a suffix
+        enough = -(-len(prompts) // PARTS)
+        rows: list[int] = []
+        outputs: list[Any] = []
+        while self.llm.llm_engine.has_unfinished_requests():
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    rows.append(number[output.request_id])
+                    outputs.append(output)
+            if len(rows) >= enough:
+                yield self._rollouts(prompts, rows, outputs)
+                rows, outputs = [], []
+        if rows:
+            yield self._rollouts(prompts, rows, outputs)
+
+    def _requests(self, prompts: Prompts, version: int, greedy: bool) -> tuple[list[Any], list[Any]]:
+        """vLLM's prompts and sampling options."""
         from vllm import SamplingParams
 
         if version != self.version:
             raise StaleWeights(f"asked to generate with weights of version {version}, the engine holds {self.version}")
         rollout = self.setup.rollout
-        requests = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts.rows()]
+        requests: list[Any] = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts.rows()]
         sampling = [
             SamplingParams(
                 temperature=0.0 if greedy else rollout.temperature,
@@ -150,14 +184,21 @@ class VllmEngine:
             )
             for seed in prompts.seeds
         ]
-        outputs = [request.outputs[0] for request in self.llm.generate(requests, sampling, use_tqdm=False)]
+        return requests, sampling
+
+    def _rollouts(self, prompts: Prompts, rows: list[int], requests: list[Any]) -> Rollouts:
+        """What vLLM answered to some of the prompts."""
+        assert self.version is not None
+        outputs = [request.outputs[0] for request in requests]
         responses = [np.asarray(output.token_ids, dtype=np.int32) for output in outputs]
         # Each position lists the sampled token first.
         logprobs = [
             np.asarray(output.logprobs.logprobs, dtype=np.float32)[output.logprobs.start_indices] for output in outputs
         ]
-        sequences = Sequences.join(prompts.sample_ids, prompts.rows(), responses, logprobs)
-        return Rollouts(version, sequences, np.array([output.finish_reason == "stop" for output in outputs]))
+        every = list(prompts.rows())
+        sequences = Sequences.join(prompts.sample_ids[rows], [every[row] for row in rows], responses, logprobs)
+        finished = np.array([output.finish_reason == "stop" for output in outputs])
+        return Rollouts(self.version, sequences, finished)
 
 
 def memory_options() -> dict[str, float]:
