@@ -52,8 +52,9 @@ def check_inputs(run: Run) -> Inputs:
     student, architecture = check_student(run.model.path, run.model.drop_layers)
     own = teachers_prompts(run) if isinstance(run.teacher, SelfTeacher) else {}
     _check_lengths(run, architecture, name, {**students_prompts(run), **own})
-    _check_divisible(run, architecture, name)
+    _check_divisible("train.tensor_parallel", run.train.tensor_parallel, architecture, name)
     if run.engine is not None:
+        _check_divisible("rollout.tensor_parallel", run.engine.tensor_parallel, architecture, name)
         _check_head_dim(run, architecture, name)
     check_memory(run, architecture)
     tokenizer = tokenizers.load_tokenizer(student)
@@ -158,6 +159,7 @@ def _check_teacher(run: Run, student: Path, architecture: Architecture, tokenize
     teacher = check_checkpoint(folder, name)
     _check_lengths(run, teacher, name, {**students_prompts(run), **teachers_prompts(run)})
     if isinstance(run.teacher, StandaloneTeacher):
+        _check_divisible("teacher.tensor_parallel", run.teacher.tensor_parallel, teacher, name)
         _check_head_dim(run, teacher, name)
         engine = run.teacher.engine
         check_cache("teacher.engine.kv_cache_gb", engine.kv_cache_gb, longest_sample(run), teacher, engine.dtype)
@@ -165,7 +167,7 @@ def _check_teacher(run: Run, student: Path, architecture: Architecture, tokenize
             longest = max(run.data.max_length, run.data.teacher_length) + run.writer.max_new_tokens
             check_cache("teacher.generation.kv_cache_gb", run.writer.kv_cache_gb, longest, teacher, engine.dtype)
     else:
-        _check_divisible(run, teacher, name)
+        _check_divisible("train.tensor_parallel", run.train.tensor_parallel, teacher, name)
     try:
         tokenizers.check_same_tokens(student, folder)
     except ModelError as error:
@@ -196,14 +198,12 @@ def teachers_prompts(run: Run) -> dict[str, int]:
     return {} if given is None else {"data.max_teacher_length": given}
 
 
-def _check_divisible(run: Run, architecture: Architecture, name: str) -> None:
+def _check_divisible(key: str, ranks: int, architecture: Architecture, name: str) -> None:
     """Tensor-parallel ranks get the same share of every layer."""
-    ranks = run.train.tensor_parallel
     for field, number in architecture.split_numbers.items():
         if number % ranks:
             raise ModelError(
-                f"{name} has {field}={number}, which train.tensor_parallel={ranks} doesn't divide; use a "
-                "train.tensor_parallel that does, e.g. 1"
+                f"{name} has {field}={number}, which {key}={ranks} doesn't divide; use a {key} that does, e.g. 1"
             )
 
 

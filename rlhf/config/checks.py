@@ -57,6 +57,8 @@ def check(run: Run) -> None:
         f"train.gpus={run.train.gpus} train.tensor_parallel={run.train.tensor_parallel} make; use "
         f"eval.samples={run.train.data_parallel} or more, or eval.samples=0",
     )
+    if run.cluster.device is Device.cuda:
+        _check_replicas(run)
     if run.eval.samples == 0 and isinstance(run.data, FileData | HubData):
         why = "with eval.samples=0 (no evaluation)"
         refuse_unused(run.data, "data", ("eval_path", "eval_split"), why, "use eval.samples=16")
@@ -69,6 +71,17 @@ def check(run: Run) -> None:
         "data.on_bad_row=skip doesn't count them first; use run.steps, or data.streaming=false",
     )
     _check_micro_batch(run)
+
+
+def _check_replicas(run: Run) -> None:
+    """A replica of vLLM is one actor. Ray shows it the GPU of its bundle, which roles may share: one."""
+    roles = {"rollout": run.engine, "teacher": run.teacher if isinstance(run.teacher, StandaloneTeacher) else None}
+    for group, spec in roles.items():
+        if spec is not None and spec.tensor_parallel > 1:
+            raise not_yet(
+                f"cluster.device=cuda with {group}.tensor_parallel={spec.tensor_parallel}",
+                f"{group}.tensor_parallel=1, which makes {group}.gpus={spec.gpus} as many replicas",
+            )
 
 
 def _check_responses(run: Run, algo: GKD) -> None:

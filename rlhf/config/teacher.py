@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlhf.config.base import (
-    not_yet,
     refuse_unused,
     require,
     require_at_least,
@@ -100,7 +99,7 @@ class StandaloneTeacher:
     gpus: int = 1
     """Devices of all replicas together, beside those of trainer and engine."""
     tensor_parallel: int = 1
-    """Devices that share one replica."""
+    """Devices that share one replica; on CPU only, for now."""
     engine: TeacherEngine = field(default_factory=TeacherEngine)
     """vLLM."""
     generation: TeacherGeneration = field(default_factory=TeacherGeneration)
@@ -114,11 +113,6 @@ class StandaloneTeacher:
             self.gpus % self.tensor_parallel == 0,
             f"teacher.gpus={self.gpus} must be divisible by teacher.tensor_parallel={self.tensor_parallel}",
         )
-        if self.tensor_parallel > 1:
-            raise not_yet(
-                f"teacher.tensor_parallel={self.tensor_parallel}",
-                f"teacher.tensor_parallel=1, which makes teacher.gpus={self.gpus} as many replicas",
-            )
 
 
 @dataclass(kw_only=True)

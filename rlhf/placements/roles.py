@@ -17,7 +17,7 @@ from rlhf.config.cluster import Device
 from rlhf.config.distill import FullVocab
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Run
-from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher, TeacherEngine, TeacherGeneration
+from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher, TeacherGeneration
 from rlhf.config.train import Train
 from rlhf.memory import longest_sample
 from rlhf.placements.layout import Layout, by_node
@@ -61,7 +61,8 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
     share = 0.5 if shared else 1.0
     cluster = RayCluster(run.cluster, bundles=layout.devices)
     try:
-        bundle_of = by_node(cluster.nodes, (run.train.tensor_parallel, len(layout.replicas[0])))
+        groups = (run.train.tensor_parallel, len(layout.replicas[0]), *(len(devices) for devices in layout.teacher[:1]))
+        bundle_of = by_node(cluster.nodes, groups)
         trainer = RayTrainer(
             cluster,
             trainer_setup(run, inputs, objective),
@@ -82,9 +83,9 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
         if isinstance(run.teacher, StandaloneTeacher):
             bundles = [bundle_of[devices[0]] for devices in layout.teacher]
             part = 1.0 if run.writer is None else 0.5
-            scorer = RayScorer(cluster, scorer_setup(run, inputs, run.teacher.engine, objective), bundles, part)
+            scorer = RayScorer(cluster, scorer_setup(run, inputs, run.teacher, objective), bundles, part)
             if run.writer is not None:
-                setup = writer_setup(run, inputs, run.teacher.engine, run.writer)
+                setup = writer_setup(run, inputs, run.teacher, run.writer)
                 writer = RayEngine(cluster, setup, bundles, part, role="writing teacher")
                 writer.ready(run.cluster.start_timeout_s)
             scorer.ready(run.cluster.start_timeout_s)
@@ -99,9 +100,9 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
     return Roles(trainer, scorer, engine, writer, cluster, describe(run, shared))
 
 
-def teacher_gpus(run: Run) -> int:
-    """Devices of a standalone teacher."""
-    return run.teacher.gpus if isinstance(run.teacher, StandaloneTeacher) else 0
+def teacher_devices(run: Run) -> tuple[int, int]:
+    """Devices of a standalone teacher, and how many of them share a replica."""
+    return (run.teacher.gpus, run.teacher.tensor_parallel) if isinstance(run.teacher, StandaloneTeacher) else (0, 1)
 
 
 def trainer_setup(run: Run, inputs: Inputs, objective: Objective) -> TrainerSetup:
@@ -133,12 +134,15 @@ def engine_setup(run: Run, inputs: Inputs, rollout: VllmRollout, shared: bool) -
     )
 
 
-def writer_setup(run: Run, inputs: Inputs, engine: TeacherEngine, writer: TeacherGeneration) -> EngineSetup:
+def writer_setup(run: Run, inputs: Inputs, spec: StandaloneTeacher, writer: TeacherGeneration) -> EngineSetup:
     """Of each replica of a standalone teacher that writes responses."""
     assert inputs.teacher is not None
+    engine = spec.engine
     return EngineSetup(
         model=inputs.teacher,
         rollout=VllmRollout(
+            gpus=spec.gpus,
+            tensor_parallel=spec.tensor_parallel,
             dtype=engine.dtype,
             max_new_tokens=writer.max_new_tokens,
             temperature=writer.temperature,
@@ -157,18 +161,19 @@ def writer_setup(run: Run, inputs: Inputs, engine: TeacherEngine, writer: Teache
     )
 
 
-def scorer_setup(run: Run, inputs: Inputs, engine: TeacherEngine, objective: Objective) -> ScorerSetup:
+def scorer_setup(run: Run, inputs: Inputs, spec: StandaloneTeacher, objective: Objective) -> ScorerSetup:
     """Of each replica of a standalone teacher."""
     assert inputs.teacher is not None
     teacher = Architecture.from_config(read_config(inputs.teacher), str(inputs.teacher))
     return ScorerSetup(
         model=inputs.teacher,
-        engine=engine,
+        engine=spec.engine,
         max_model_len=longest_sample(run),
         distill=objective.distill,
         head=None if isinstance(run.distill, FullVocab) else head_name(teacher),
         vocab=teacher.vocab,
         seed=run.run.seed,
+        tensor_parallel=spec.tensor_parallel,
     )
 
 

@@ -114,6 +114,7 @@ def test_opsd_from_the_live_policy_in_a_mixed_run(world: list[str], tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1300)
 def test_the_teacher_writes_the_responses_of_off_policy_steps(tmp_path: Path) -> None:
     """Rows without responses. At temperature 0 what is trained on is what transformers generates from the teacher."""
     world = tiny_world(tmp_path)
@@ -128,7 +129,7 @@ def test_the_teacher_writes_the_responses_of_off_policy_steps(tmp_path: Path) ->
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher", dtype=torch.float32).eval()
     eos = model.config.eos_token_id
     for name, arguments in runs.items():
-        done = launch([*arguments, f"run.name={name}"], tmp_path)
+        done = launch([*arguments, f"run.name={name}"], tmp_path, timeout=600)
         assert done.returncode == 0, done.stderr
         run_dir = tmp_path / "outputs" / name
         steps, recorded = metrics_of(run_dir), rollouts.read(run_dir)

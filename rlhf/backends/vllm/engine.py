@@ -51,16 +51,14 @@ class VllmEngine:
             load_format="auto" if setup.fixed else "dummy",
             skip_tokenizer_init=True,
             dtype=rollout.dtype.value,
-            tensor_parallel_size=rollout.tensor_parallel,
             enforce_eager=rollout.enforce_eager,
             max_model_len=setup.max_model_len,
             max_num_seqs=rollout.max_num_seqs,
-            kv_cache_memory_bytes=int(rollout.kv_cache_gb * 2**30),
             worker_extension_cls="rlhf.backends.vllm.extension.WeightUpdates",
             logprobs_mode="processed_logprobs",  # of the distribution the tokens were drawn from
             seed=setup.seed,
             enable_sleep_mode=self.sleeps,
-            **memory_options(),
+            **replica_options(rollout.tensor_parallel, rollout.kv_cache_gb),
         )
 
     # ---- weights ----------------------------------------------------------------------------------------------------
@@ -201,12 +199,24 @@ class VllmEngine:
         return Rollouts(self.version, sequences, finished)
 
 
-def memory_options() -> dict[str, float]:
-    """On a GPU, vLLM wants this share of the memory to be free when it starts. The cache has a size of its own, so
-    nothing depends on it."""
+def replica_options(tensor_parallel: int, kv_cache_gb: float) -> dict[str, Any]:
+    """Options of `vllm.LLM` for its cache and the processes that share it: this one, or as many children of it.
+
+    Args:
+        kv_cache_gb: of all of them together, in GiB.
+    """
     from vllm.platforms import current_platform
 
-    return {"gpu_memory_utilization": 0.01} if current_platform.is_cuda() else {}
+    options: dict[str, Any] = {
+        "tensor_parallel_size": tensor_parallel,
+        "kv_cache_memory_bytes": int(kv_cache_gb * 2**30 / tensor_parallel),
+    }
+    if tensor_parallel > 1:
+        options["distributed_executor_backend"] = "mp"  # in a Ray actor vLLM would start actors of its own
+    if current_platform.is_cuda():
+        # vLLM wants this share of the memory to be free when it starts. The cache has a size, so nothing depends on it.
+        options["gpu_memory_utilization"] = 0.01
+    return options
 
 
 def tensor_names(folder: Path) -> frozenset[str]:

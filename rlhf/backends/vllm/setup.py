@@ -45,3 +45,5 @@ class ScorerSetup:
     vocab: int
     """The teacher's vocabulary."""
     seed: int
+    tensor_parallel: int = 1
+    """Devices of the replica."""
