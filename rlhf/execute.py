@@ -221,6 +221,7 @@ def build_source(
         run,
         roles.engine,
         roles.background,
+        roles.writer,
         trainer=roles.trainer,
         scorer=roles.scorer,
         evaluator=evaluator,

@@ -32,11 +32,15 @@ def check_memory(run: Run, architecture: Architecture) -> None:
         return  # other memory, or another machine's
     asked, keys = run.cluster.object_store_gb, [f"cluster.object_store_gb={run.cluster.object_store_gb:g}"]
     if engine is not None:
-        asked += engine.kv_cache_gb * engine.gpus
+        asked += engine.kv_cache_gb * engine.gpus / engine.tensor_parallel
         keys.insert(0, f"rollout.kv_cache_gb={engine.kv_cache_gb:g}")
     if isinstance(run.teacher, StandaloneTeacher):
-        asked += run.teacher.engine.kv_cache_gb * run.teacher.gpus
+        replicas = run.teacher.gpus / run.teacher.tensor_parallel
+        asked += run.teacher.engine.kv_cache_gb * replicas
         keys.insert(0, f"teacher.engine.kv_cache_gb={run.teacher.engine.kv_cache_gb:g}")
+        if run.writer is not None:
+            asked += run.writer.kv_cache_gb * replicas
+            keys.insert(0, f"teacher.generation.kv_cache_gb={run.writer.kv_cache_gb:g}")
     available = psutil.virtual_memory().available / GIB
     if asked > available:
         raise ConfigError(

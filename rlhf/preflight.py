@@ -38,6 +38,8 @@ class Inputs:
     dataset: Dataset
     steps: int
     """Optimizer steps of the run, whether `run.steps` or `run.epochs` says so."""
+    teacher_stop_token_ids: tuple[int, ...] = ()
+    """What ends a response that the teacher writes: its own end-of-sequence tokens as well; () where it writes none."""
 
 
 def check_inputs(run: Run) -> Inputs:
@@ -50,8 +52,9 @@ def check_inputs(run: Run) -> Inputs:
     student, architecture = check_student(run.model.path, run.model.drop_layers)
     own = teachers_prompts(run) if isinstance(run.teacher, SelfTeacher) else {}
     _check_lengths(run, architecture, name, {**students_prompts(run), **own})
-    _check_divisible(run, architecture, name)
+    _check_divisible("train.tensor_parallel", run.train.tensor_parallel, architecture, name)
     if run.engine is not None:
+        _check_divisible("rollout.tensor_parallel", run.engine.tensor_parallel, architecture, name)
         _check_head_dim(run, architecture, name)
     check_memory(run, architecture)
     tokenizer = tokenizers.load_tokenizer(student)
@@ -67,6 +70,11 @@ def check_inputs(run: Run) -> Inputs:
     if run.engine is not None:
         extra = tokenizers.extra_stop_token_ids(tokenizer, run.engine.stop_token_ids, run.engine.stop_tokens)
         stop_token_ids = tuple(sorted({*stop_token_ids, *extra}))
+    teacher_stops: tuple[int, ...] = ()
+    if run.writer is not None and teacher is not None:
+        teacher_stops = tuple(
+            sorted({*stop_token_ids, *tokenizers.stop_token_ids(teacher, tokenizer, architecture.vocab)})
+        )
     dataset = load(
         run.data,
         tokenizer,
@@ -81,7 +89,9 @@ def check_inputs(run: Run) -> Inputs:
             "eval.accuracy=true needs held-out rows with a verifier, which data=reasoning_gym has; use "
             "eval.accuracy=null"
         )
-    return Inputs(student, teacher, architecture, tokenizer, stop_token_ids, dataset, _steps(run, dataset))
+    return Inputs(
+        student, teacher, architecture, tokenizer, stop_token_ids, dataset, _steps(run, dataset), teacher_stops
+    )
 
 
 def can_be_verified(dataset: Dataset) -> bool:
@@ -149,11 +159,15 @@ def _check_teacher(run: Run, student: Path, architecture: Architecture, tokenize
     teacher = check_checkpoint(folder, name)
     _check_lengths(run, teacher, name, {**students_prompts(run), **teachers_prompts(run)})
     if isinstance(run.teacher, StandaloneTeacher):
+        _check_divisible("teacher.tensor_parallel", run.teacher.tensor_parallel, teacher, name)
         _check_head_dim(run, teacher, name)
         engine = run.teacher.engine
         check_cache("teacher.engine.kv_cache_gb", engine.kv_cache_gb, longest_sample(run), teacher, engine.dtype)
+        if run.writer is not None:
+            longest = max(run.data.max_length, run.data.teacher_length) + run.writer.max_new_tokens
+            check_cache("teacher.generation.kv_cache_gb", run.writer.kv_cache_gb, longest, teacher, engine.dtype)
     else:
-        _check_divisible(run, teacher, name)
+        _check_divisible("train.tensor_parallel", run.train.tensor_parallel, teacher, name)
     try:
         tokenizers.check_same_tokens(student, folder)
     except ModelError as error:
@@ -184,14 +198,12 @@ def teachers_prompts(run: Run) -> dict[str, int]:
     return {} if given is None else {"data.max_teacher_length": given}
 
 
-def _check_divisible(run: Run, architecture: Architecture, name: str) -> None:
+def _check_divisible(key: str, ranks: int, architecture: Architecture, name: str) -> None:
     """Tensor-parallel ranks get the same share of every layer."""
-    ranks = run.train.tensor_parallel
     for field, number in architecture.split_numbers.items():
         if number % ranks:
             raise ModelError(
-                f"{name} has {field}={number}, which train.tensor_parallel={ranks} doesn't divide; use a "
-                "train.tensor_parallel that does, e.g. 1"
+                f"{name} has {field}={number}, which {key}={ranks} doesn't divide; use a {key} that does, e.g. 1"
             )
 
 

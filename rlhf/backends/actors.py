@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from rlhf.backends.cluster import Call, RayCluster, RayFuture, iterate, wait_for
+from rlhf.backends.cluster import Call, RayCluster, RayFuture, arrivals, iterate, wait_for
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.backends.vllm.setup import EngineSetup
 from rlhf.roles.replicas import merge, split
@@ -127,6 +128,10 @@ class EngineActor:
     def generate(self, prompts: Prompts, version: int, greedy: bool) -> Rollouts:
         return self.engine.generate(prompts, version, greedy)
 
+    @ray.method(num_returns="streaming")
+    def stream(self, prompts: Prompts, version: int) -> Iterator[Rollouts]:
+        yield from self.engine.stream(prompts, version)
+
     def sleep(self) -> None:
         self.engine.sleep()
 
@@ -149,15 +154,29 @@ def names(role: str, kind: str, count: int) -> list[str]:
     return [role] if count == 1 else [f"{role} {kind} {number}" for number in range(count)]
 
 
+@dataclass(frozen=True)
+class LentBucket:
+    """A bucket of weights that exists on every device, in the memory of the trainer rank there."""
+
+    on: Mapping[int, Any]
+    """Bundle -> the reference of the rank's `Bucket` there."""
+
+
 class RayTrainer:
     """Driver's handle on the trainer processes; implements `Trainer` and, for a colocated teacher, `Scorer`."""
 
-    def __init__(self, cluster: RayCluster, setup: TrainerSetup, bundles: Sequence[int], share: float) -> None:
+    def __init__(
+        self, cluster: RayCluster, setup: TrainerSetup, bundles: Sequence[int], share: float, lends: bool = False
+    ) -> None:
         """
         Args:
             bundles: of each rank.
             share: of a bundle.
+            lends: weights go to engines on the same devices as handles of GPU memory, which no other device can open:
+                every rank hands out the whole model itself.
         """
+        self.bundles = tuple(bundles)
+        self.lends = lends
         self.tensor_parallel = setup.train.tensor_parallel
         self.data_parallel = setup.train.data_parallel
         self.version = 0
@@ -181,6 +200,14 @@ class RayTrainer:
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> RayFuture[None]:
         return self._all("score", sequences, minibatches)
 
+    @property
+    def begins(self) -> bool:
+        """No: the teacher's devices are busy with what the engine does, or with training."""
+        return False
+
+    def begin(self, sequences: Sequences) -> None:
+        """Nothing: `score` does it all."""
+
     def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> RayFuture[None]:
         """Nothing: the teacher is where they are needed."""
         return RayFuture([], lambda results: None)
@@ -195,10 +222,13 @@ class RayTrainer:
         return self._all("evaluate", sequences, plan, teacher, hidden)
 
     def buckets(self, dtype: str) -> Iterator[Any]:
-        """Rank 0 makes them, with the help of the ranks that share its model."""
+        """Rank 0 makes them, with the help of the ranks that share its model; or every rank does, see `lends`."""
+        if self.lends:
+            streams = [rank.call("buckets", dtype) for rank in self.ranks]
+            return (LentBucket(dict(zip(self.bundles, parts, strict=True))) for parts in iterate(streams))
         stream = self.ranks[0].call("buckets", dtype)
         helpers = [rank.call("take_part_in_export") for rank in self.ranks[1 : self.tensor_parallel]]
-        return iterate(stream, helpers)
+        return (bucket for (bucket,) in iterate([stream], helpers))
 
     def save(self, folder: Path) -> RayFuture[None]:
         return self._all("save", folder)
@@ -221,15 +251,19 @@ class RayTrainer:
 class RayEngine:
     """Driver's handle on the engine processes, one a replica; implements `Engine`."""
 
-    def __init__(self, cluster: RayCluster, setup: EngineSetup, bundles: Sequence[int], share: float) -> None:
+    def __init__(
+        self, cluster: RayCluster, setup: EngineSetup, bundles: Sequence[int], share: float, role: str = "engine"
+    ) -> None:
         """
         Args:
             bundles: of each replica.
             share: of a bundle.
+            role: what messages call it.
         """
+        self.bundles = tuple(bundles)
         self.replicas = [
             cluster.start(name, EngineActor, setup, bundle=bundle, share=share, environment=ENGINE_ENVIRONMENT)
-            for name, bundle in zip(names("engine", "replica", len(bundles)), bundles, strict=True)
+            for name, bundle in zip(names(role, "replica", len(bundles)), bundles, strict=True)
         ]
         self.starting = self._all("ready")
 
@@ -238,10 +272,15 @@ class RayEngine:
         wait_for(self.starting, timeout_s)
 
     def update_weights(self, buckets: Iterable[Any]) -> RayFuture[int]:
-        """Every replica gets every bucket."""
+        """Every replica gets every bucket, as it is on its own device."""
         loads = [self._all("begin_update")]
         for bucket in buckets:
-            loads.append(self._all("load", bucket))
+            loads.append(
+                [
+                    replica.call("load", bucket.on[bundle] if isinstance(bucket, LentBucket) else bucket)
+                    for replica, bundle in zip(self.replicas, self.bundles, strict=True)
+                ]
+            )
             if len(loads) > IN_FLIGHT:  # the object store holds a few buckets, not the model
                 wait_for(loads[-1 - IN_FLIGHT])
         calls = [*itertools.chain(*loads), *self._all("finish_update")]
@@ -253,6 +292,13 @@ class RayEngine:
         busy = zip(self.replicas, shares, strict=False)  # a single prompt needs a single replica
         calls = [replica.call("generate", share, version, greedy) for replica, share in busy]
         return RayFuture(calls, merge)
+
+    def stream(self, prompts: Prompts, version: int) -> Iterator[Rollouts]:
+        """The same, in parts of all replicas as they are finished."""
+        shares = split(prompts, len(self.replicas))
+        return arrivals(
+            [replica.call("stream", share, version) for replica, share in zip(self.replicas, shares, strict=False)]
+        )
 
     def connect(self, trainer: RayTrainer, timeout_s: float) -> None:
         """From here on weights are pushed: the buckets that the trainer hands over only say what comes."""

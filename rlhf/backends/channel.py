@@ -43,8 +43,10 @@ class WeightChannel:
         store = dist.PrefixStore("weights", store)
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
-            options = dist.ProcessGroupNCCL.Options()
+            options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
+            options.global_ranks_in_group = list(range(size))
+            options.group_name = "weights"
             self.group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             self.device = torch.device("cpu")

@@ -7,7 +7,7 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,10 @@ SLOT = "slot"
 
 GPU = "GPU"
 """Ray's own resource for GPUs; actors with a share of one see that one only."""
+
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""NVLink multicast is a state of the switch that all jobs of a host share, and a job that dies can leave it unusable; a
+bucket of weights doesn't need it. Whoever set these variables is asked instead."""
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -96,24 +100,49 @@ def wait_for(calls: list[Call], timeout_s: float | None = None) -> list[Any]:
     return [results[call.reference] for call in calls]
 
 
-def iterate(stream: Call, others: list[Call]) -> Iterator[Any]:
-    """The references of a streaming call, while other processes do their part; a failure of theirs ends the stream."""
-    while True:
-        waiting = [stream.reference, *(call.reference for call in others)]
+def iterate(streams: list[Call], others: Sequence[Call] = ()) -> Iterator[tuple[Any, ...]]:
+    """The references of streaming calls, one of each at a time, while other processes do their part.
+
+    A failure of any of them ends it: those that share a collective with it may wait for good.
+
+    Args:
+        streams: equally long.
+    """
+    going, found = list(streams), dict[Call, Any]()
+    while going:
+        late = [stream for stream in going if stream not in found]
+        waiting = [call.reference for call in (*late, *others)]
         ready, _ = ray.wait(waiting, timeout=STUCK_S, fetch_local=False)
         if not ready:  # a collective with a process that is gone may never return
-            refuse_ended(stream.process.peers)
+            refuse_ended(streams[0].process.peers)
         done = [call for call in others if call.reference in ready]
         wait_for(done)
         others = [call for call in others if call not in done]
-        if stream.reference in ready:
-            with plain_failures(stream.process):
+        for stream in late:
+            if stream.reference in ready:
+                with plain_failures(stream.process):
+                    try:
+                        found[stream] = next(stream.reference)
+                    except StopIteration:
+                        going.remove(stream)
+        if len(found) == len(streams):
+            yield tuple(found.pop(stream) for stream in streams)
+    wait_for(list(others))
+
+
+def arrivals(streams: list[Call]) -> Iterator[Any]:
+    """What streaming calls give, whichever has something; the first failure ends it."""
+    process_of = {stream.reference: stream.process for stream in streams}
+    while process_of:
+        ready, _ = ray.wait(list(process_of), fetch_local=False)
+        for reference in ready:
+            with plain_failures(process_of[reference]):
                 try:
-                    reference = next(stream.reference)
+                    value = ray.get(next(reference))
                 except StopIteration:
-                    break
-            yield reference
-    wait_for(others)
+                    del process_of[reference]
+                    continue
+            yield value
 
 
 @contextmanager
@@ -205,6 +234,8 @@ class RayCluster:
         self.environment = {"OMP_NUM_THREADS": str(threads)}
         if spec.device is Device.cpu:
             self.environment["CUDA_VISIBLE_DEVICES"] = ""  # holds on a machine with GPUs, too
+        else:
+            self.environment |= {name: os.environ.get(name, value) for name, value in WITHOUT_MULTICAST.items()}
 
     def _start(self, bundles: int) -> None:
         own_cluster: dict[str, Any] = {

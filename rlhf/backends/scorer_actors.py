@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
 
 from rlhf.backends.actors import ENGINE_ENVIRONMENT, names
-from rlhf.backends.cluster import RayCluster, RayFuture, wait_for
+from rlhf.backends.cluster import Call, RayCluster, RayFuture, wait_for
 from rlhf.backends.vllm.setup import ScorerSetup
 from rlhf.batching import spread
 from rlhf.types import BatchPlan, MiniBatch, Sequences
 
 References = tuple[list[Any], ...]
-"""By data-parallel rank: references of the `PackedScores` of its samples."""
+"""By data-parallel rank: references of the `PackedScores` of its samples; there may be other ranks' among them."""
+
+
+SCORER_ENVIRONMENT = {
+    **ENGINE_ENVIRONMENT,
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its first versions on GPUs pool sequences, not rows
+}
 
 
 class ScorerActor:
@@ -40,43 +46,87 @@ class ScorerActor:
 class RayScorer:
     """Driver's handle on the replicas; implements `Scorer`."""
 
-    def __init__(self, cluster: RayCluster, setup: ScorerSetup, bundles: Sequence[int]) -> None:
+    def __init__(self, cluster: RayCluster, setup: ScorerSetup, bundles: Sequence[int], share: float = 1.0) -> None:
         """
         Args:
-            bundles: of each replica, which has all of it.
+            bundles: of each replica.
+            share: of a bundle.
         """
         self.replicas = [
-            cluster.start(name, ScorerActor, setup, bundle=bundle, share=1.0, environment=ENGINE_ENVIRONMENT)
+            cluster.start(name, ScorerActor, setup, bundle=bundle, share=share, environment=SCORER_ENVIRONMENT)
             for name, bundle in zip(names("teacher", "replica", len(bundles)), bundles, strict=True)
         ]
         self.starting = [replica.call("ready") for replica in self.replicas]
+        self.begun: list[tuple[Call, list[int], int]] = []
+        """Calls of `begin` that `score` hasn't asked for yet: their sample ids, and their replica."""
+
+    @property
+    def begins(self) -> bool:
+        """Its devices have nothing else to do."""
+        return True
+
+    def begin(self, sequences: Sequences) -> None:
+        """By the replica that has the fewest samples to do since the last `score`."""
+        load = [0] * len(self.replicas)
+        for _, ids, replica in self.begun:
+            load[replica] += len(ids)
+        idle = load.index(min(load))
+        call = self.replicas[idle].call("score", sequences, list(range(len(sequences))))
+        self.begun.append((call, sequences.sample_ids.tolist(), idle))
 
     def ready(self, timeout_s: float) -> None:
         """Wait until vLLM runs."""
         wait_for(self.starting, timeout_s)
 
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> RayFuture[References]:
-        return self._ask("score", sequences, [minibatch.plan for minibatch in minibatches])
+        begun, self.begun = self.begun, []
+        return self._ask("score", sequences, [minibatch.plan for minibatch in minibatches], begun)
 
     def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> RayFuture[References]:
         return self._ask("hidden_rows", sequences, [plan])
 
-    def _ask(self, method: str, sequences: Sequences, plans: list[BatchPlan]) -> RayFuture[References]:
-        """The samples of each rank, spread over the replicas so that all of them have about the same tokens."""
+    def _ask(
+        self,
+        method: str,
+        sequences: Sequences,
+        plans: list[BatchPlan],
+        begun: Iterable[tuple[Call, list[int], int]] = (),
+    ) -> RayFuture[References]:
+        """The samples of each rank that aren't begun, spread over the replicas by tokens."""
         stored, lengths = ray.put(sequences), sequences.lengths.tolist()
-        calls, asked_for = [], []
+        rank_of = rank_of_samples(sequences, plans)
+        calls, asked_for = [call for call, _, _ in begun], [{rank_of[one] for one in ids} for _, ids, _ in begun]
+        done = {sample_id for _, ids, _ in begun for sample_id in ids}
         for rank in range(len(plans[0].ranks)):
-            samples = [row for plan in plans for micro in plan.ranks[rank] for row in micro.rows]
+            samples = [
+                row
+                for plan in plans
+                for micro in plan.ranks[rank]
+                for row in micro.rows
+                if int(sequences.sample_ids[row]) not in done
+            ]
             shares = spread(lengths, samples, len(self.replicas))
             for replica, share in zip(self.replicas, shares, strict=True):
                 if share:
                     calls.append(replica.call(method, stored, share))
-                    asked_for.append(rank)
+                    asked_for.append({rank})
 
         def by_rank(answers: list[list[Any]]) -> References:
             found: References = tuple([] for _ in plans[0].ranks)
-            for rank, answer in zip(asked_for, answers, strict=True):
-                found[rank].extend(answer)
+            for ranks, answer in zip(asked_for, answers, strict=True):
+                for rank in ranks:
+                    found[rank].extend(answer)
             return found
 
         return RayFuture(calls, by_rank)
+
+
+def rank_of_samples(sequences: Sequences, plans: Iterable[BatchPlan]) -> dict[int, int]:
+    """Sample id -> the data-parallel rank that trains on it."""
+    return {
+        int(sequences.sample_ids[row]): rank
+        for plan in plans
+        for rank, micros in enumerate(plan.ranks)
+        for micro in micros
+        for row in micro.rows
+    }

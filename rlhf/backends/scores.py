@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -42,6 +42,22 @@ class PackedScores:
             sample_ids=np.array(sample_ids, dtype=np.int64),
             row_counts=np.array(row_counts, dtype=np.int64),
             targets=targets.astype(np.int32),
+        )
+
+    def only(self, wanted: Container[int]) -> PackedScores:
+        """Of these samples: a part that was scored before the plan was made holds several ranks'."""
+        kept = np.array([int(sample_id) in wanted for sample_id in self.sample_ids])
+        if kept.all():
+            return self
+        rows = np.repeat(kept, self.row_counts)
+        return PackedScores(
+            kind=self.kind,
+            arrays={
+                name: None if packed is None else (packed[0][rows], packed[1]) for name, packed in self.arrays.items()
+            },
+            sample_ids=self.sample_ids[kept],
+            row_counts=self.row_counts[kept],
+            targets=self.targets[rows],
         )
 
     def by_sample(self, sequences: Sequences, device: torch.device | int) -> Iterator[tuple[int, Any]]:

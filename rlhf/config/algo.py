@@ -16,24 +16,21 @@ class GKD:
     """Divergence between teacher and student: 0 = forward KL(T||S), 1 = reverse KL(S||T), between: generalised
     Jensen-Shannon. The scale of the loss changes a lot with beta: compare runs by eval/forward_kl, not by loss."""
     lmbda: float | None = None
-    """Probability that a step trains on the student's own samples; else it takes the rows' reference responses. Drawn
-    from `run.seed` and the step's number alone. 0 starts no engine, and `rollout.*` is not used.
-    null: 1, or 0 with `rollout=none`."""
+    """Probability that a step trains on the student's own samples; else it takes the rows' reference responses, or what
+    the teacher writes (`algo.seq_kd`). Drawn from `run.seed` and the step's number alone. 0 starts no engine, and
+    `rollout.*` is not used. null: 1, or 0 with `rollout=none`."""
     sft_alpha: float = 0.0
-    """Adds this times the cross entropy of the response tokens to the divergence, in steps on reference responses."""
+    """Adds this times the cross entropy of the response tokens to the divergence, in off-policy steps."""
     seq_kd: bool = False
-    """Let the teacher write the responses of off-policy steps (sequence-level distillation). Not available yet."""
+    """Let the teacher write the responses of off-policy steps as they come (sequence-level distillation, Kim & Rush,
+    arXiv 1606.07947), with `teacher.generation.*`; those of the rows aren't used. Needs teacher=standalone, whose
+    devices then hold its weights twice: one copy writes, one scores."""
 
     def __post_init__(self) -> None:
         require_between("algo.beta", self.beta, 0.0, 1.0)
         if self.lmbda is not None:
             require_between("algo.lmbda", self.lmbda, 0.0, 1.0)
         require_at_least("algo.sft_alpha", self.sft_alpha, 0)
-        if self.seq_kd:
-            raise not_yet(
-                "algo.seq_kd=true (it needs a teacher that generates)",
-                "algo.seq_kd=false, with responses the teacher wrote before: rollout=none data=file data.path=FILE",
-            )
 
 
 @dataclass(kw_only=True)

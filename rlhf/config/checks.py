@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from rlhf.config.algo import GKD, OPSD
@@ -41,6 +42,7 @@ def check(run: Run) -> None:
             f"{algo} learns from a teacher and would ignore reward.*; use reward=none",
         )
         _check_responses(run, run.algo)
+        _check_written(run, run.algo)
     if isinstance(run.teacher, ColocatedTeacher) and run.cluster.device is Device.cpu:
         why = "with cluster.device=cpu, where device and host memory are one"
         refuse_unused(run.teacher, "teacher", ("offload",), why, "use cluster.device=cuda")
@@ -56,7 +58,7 @@ def check(run: Run) -> None:
         f"eval.samples={run.train.data_parallel} or more, or eval.samples=0",
     )
     if run.cluster.device is Device.cuda:
-        _check_one_gpu(run)
+        _check_replicas(run)
     if run.eval.samples == 0 and isinstance(run.data, FileData | HubData):
         why = "with eval.samples=0 (no evaluation)"
         refuse_unused(run.data, "data", ("eval_path", "eval_split"), why, "use eval.samples=16")
@@ -71,16 +73,15 @@ def check(run: Run) -> None:
     _check_micro_batch(run)
 
 
-def _check_one_gpu(run: Run) -> None:
-    """Layouts of several GPUs are held back until they have been tried on GPUs."""
-    beyond = {
-        f"train.gpus={run.train.gpus}": run.train.gpus > 1,
-        "placement=separate": isinstance(run.placement, Separate),
-        "teacher=standalone": isinstance(run.teacher, StandaloneTeacher),
-    }
-    for choice, chosen in beyond.items():
-        if chosen:
-            raise not_yet(f"cluster.device=cuda with {choice}", "all roles on one GPU, or cluster.device=cpu")
+def _check_replicas(run: Run) -> None:
+    """A replica of vLLM is one actor. Ray shows it the GPU of its bundle, which roles may share: one."""
+    roles = {"rollout": run.engine, "teacher": run.teacher if isinstance(run.teacher, StandaloneTeacher) else None}
+    for group, spec in roles.items():
+        if spec is not None and spec.tensor_parallel > 1:
+            raise not_yet(
+                f"cluster.device=cuda with {group}.tensor_parallel={spec.tensor_parallel}",
+                f"{group}.tensor_parallel=1, which makes {group}.gpus={spec.gpus} as many replicas",
+            )
 
 
 def _check_responses(run: Run, algo: GKD) -> None:
@@ -122,6 +123,26 @@ def _check_responses(run: Run, algo: GKD) -> None:
         remedy = "use algo.lmbda=0.5 or rollout=none"
         refuse_unused(algo, "algo", ("sft_alpha",), why, remedy)
         refuse_unused(run.data, "data", ("max_response_length",), why, remedy)
+
+
+def _check_written(run: Run, algo: GKD) -> None:
+    """What the teacher writes is asked for, used, and written by a teacher that can."""
+    if isinstance(run.teacher, StandaloneTeacher) and not algo.seq_kd:
+        unused = tuple(field.name for field in dataclasses.fields(run.teacher.generation))
+        why = "with algo.seq_kd=false (the teacher writes nothing)"
+        refuse_unused(run.teacher.generation, "teacher.generation", unused, why, "use algo.seq_kd=true")
+    if not algo.seq_kd:
+        return
+    require(
+        isinstance(run.teacher, StandaloneTeacher),
+        "algo.seq_kd=true needs a teacher that writes; use teacher=standalone, or responses the teacher wrote before: "
+        "algo.seq_kd=false rollout=none data=file data.path=FILE",
+    )
+    if run.lmbda == 1 and algo.lmbda is None:  # given, it may be one value of a sweep
+        why = "where every response is the student's own (algo.lmbda=null)"
+        refuse_unused(algo, "algo", ("seq_kd",), why, "use algo.lmbda=0.5 or rollout=none")
+    why = "with algo.seq_kd=true, where the teacher writes the responses"
+    refuse_unused(run.data, "data", ("max_response_length",), why, "use teacher.generation.max_new_tokens")
 
 
 def _check_micro_batch(run: Run) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlhf.config.base import (
-    not_yet,
     refuse_unused,
     require,
     require_at_least,
@@ -23,7 +22,7 @@ class VllmRollout:
     gpus: int = 1
     """Devices of all replicas together."""
     tensor_parallel: int = 1
-    """Devices that share one replica."""
+    """Devices that share one replica; on CPU only, for now."""
     dtype: DType = DType.float32
     """float32 | bfloat16: the engine's weights and activations."""
     max_new_tokens: int = 128
@@ -68,11 +67,6 @@ class VllmRollout:
             self.gpus % self.tensor_parallel == 0,
             f"rollout.gpus={self.gpus} must be divisible by rollout.tensor_parallel={self.tensor_parallel}",
         )
-        if self.tensor_parallel > 1:
-            raise not_yet(
-                f"rollout.tensor_parallel={self.tensor_parallel}",
-                f"rollout.tensor_parallel=1, which makes rollout.gpus={self.gpus} as many replicas",
-            )
         if self.temperature == 0 or self.top_p < 1 or self.top_k > 0:
             why = "when the sampler's distribution is cut or greedy: its log-probabilities aren't the model's"
             refuse_unused(self, "rollout", ("logprob_gap_warning",), why, "use rollout.top_p=1 rollout.top_k=0")

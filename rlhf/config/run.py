@@ -14,6 +14,7 @@ from rlhf.config.data import DataCommon
 from rlhf.config.logger import Logger
 from rlhf.config.model import Model
 from rlhf.config.rollout import NoRollout, VllmRollout
+from rlhf.config.teacher import StandaloneTeacher, TeacherGeneration
 from rlhf.config.train import Train
 
 MOST_STEPS = 10_000_000
@@ -182,9 +183,17 @@ class Run:
         return self.rollout if isinstance(self.rollout, VllmRollout) and self.lmbda > 0 else None
 
     @property
+    def writer(self) -> TeacherGeneration | None:
+        """How the teacher writes responses; None where it writes none."""
+        writes = isinstance(self.algo, GKD) and self.algo.seq_kd and self.lmbda < 1
+        return self.teacher.generation if writes and isinstance(self.teacher, StandaloneTeacher) else None
+
+    @property
     def response_limits(self) -> dict[str, int]:
         """Key -> longest responses that are trained on, by where they come from."""
         limits = {} if self.engine is None else {"rollout.max_new_tokens": self.engine.max_new_tokens}
+        if self.writer is not None:
+            return limits | {"teacher.generation.max_new_tokens": self.writer.max_new_tokens}
         return limits if self.lmbda == 1 else limits | {"data.max_response_length": self.data.max_response_length}
 
     @property

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlhf.config.base import not_yet, require, require_at_least, require_between, require_positive, require_text
+from rlhf.config.base import (
+    refuse_unused,
+    require,
+    require_at_least,
+    require_between,
+    require_positive,
+    require_text,
+)
 from rlhf.config.train import DType
 
 UNNAMED = "(name it)"
@@ -57,6 +64,33 @@ class TeacherEngine:
 
 
 @dataclass(kw_only=True)
+class TeacherGeneration:
+    """Section `teacher.generation`: how a standalone teacher writes responses, for algo.seq_kd=true."""
+
+    max_new_tokens: int = 128
+    """Longest response in tokens."""
+    temperature: float = 1.0
+    """Its sampler's temperature; 0 is greedy: the same response whenever a row comes again."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this much probability; 1 keeps all."""
+    top_k: int = 0
+    """Sample from the k most likely tokens; 0 keeps all."""
+    kv_cache_gb: float = 1.0
+    """Key-value cache of one writing replica in GiB, beside `teacher.engine.kv_cache_gb`."""
+
+    def __post_init__(self) -> None:
+        require_at_least("teacher.generation.max_new_tokens", self.max_new_tokens, 1)
+        require_at_least("teacher.generation.temperature", self.temperature, 0)
+        require_between("teacher.generation.top_p", self.top_p, 0, 1)
+        require_positive("teacher.generation.top_p", self.top_p)
+        require_at_least("teacher.generation.top_k", self.top_k, 0)
+        if self.temperature == 0:
+            why = "with teacher.generation.temperature=0 (greedy)"
+            refuse_unused(self, "teacher.generation", ("top_p", "top_k"), why, "use teacher.generation.temperature=1")
+        require_positive("teacher.generation.kv_cache_gb", self.kv_cache_gb)
+
+
+@dataclass(kw_only=True)
 class StandaloneTeacher:
     """In vLLM replicas of its own, on its own devices."""
 
@@ -65,9 +99,11 @@ class StandaloneTeacher:
     gpus: int = 1
     """Devices of all replicas together, beside those of trainer and engine."""
     tensor_parallel: int = 1
-    """Devices that share one replica."""
+    """Devices that share one replica; on CPU only, for now."""
     engine: TeacherEngine = field(default_factory=TeacherEngine)
     """vLLM."""
+    generation: TeacherGeneration = field(default_factory=TeacherGeneration)
+    """How it writes responses."""
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -77,11 +113,6 @@ class StandaloneTeacher:
             self.gpus % self.tensor_parallel == 0,
             f"teacher.gpus={self.gpus} must be divisible by teacher.tensor_parallel={self.tensor_parallel}",
         )
-        if self.tensor_parallel > 1:
-            raise not_yet(
-                f"teacher.tensor_parallel={self.tensor_parallel}",
-                f"teacher.tensor_parallel=1, which makes teacher.gpus={self.gpus} as many replicas",
-            )
 
 
 @dataclass(kw_only=True)

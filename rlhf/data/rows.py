@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.config.algo import OPSD
+from rlhf.config.algo import GKD, OPSD
 from rlhf.config.run import on_policy_share
 from rlhf.errors import one_line
 
@@ -55,7 +55,9 @@ class Needs:
     @classmethod
     def of(cls, algo: Any, rollout: Any) -> Needs:
         """What these groups need."""
-        return cls(response=on_policy_share(algo, rollout) < 1, teacher_prompt=isinstance(algo, OPSD))
+        off_policy = on_policy_share(algo, rollout) < 1
+        writes = isinstance(algo, GKD) and algo.seq_kd
+        return cls(response=off_policy and not writes, teacher_prompt=isinstance(algo, OPSD))
 
     def lacking(self, row: Row) -> str | None:
         """Why the row can't be used."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from rlhf.algos.objective import Objective
 from rlhf.config.run import Run
 from rlhf.placements.layout import plan_layout
-from rlhf.placements.roles import Roles, start_roles, teacher_gpus
+from rlhf.placements.roles import Roles, start_roles, teacher_devices
 from rlhf.preflight import Inputs
 
 
 def start(run: Run, inputs: Inputs, objective: Objective) -> Roles:
     """See `start_roles`."""
     engine_ranks = 1 if run.engine is None else run.engine.tensor_parallel
-    layout = plan_layout(run.train.gpus, run.train.gpus, engine_ranks, teacher_gpus=teacher_gpus(run))
+    gpus, ranks = teacher_devices(run)
+    layout = plan_layout(run.train.gpus, run.train.gpus, engine_ranks, teacher_gpus=gpus, teacher_tensor_parallel=ranks)
     return start_roles(run, inputs, objective, layout, shared=True)

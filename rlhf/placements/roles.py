@@ -13,10 +13,11 @@ from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.backends.megatron.tensors import head_name
 from rlhf.backends.scorer_actors import RayScorer
 from rlhf.backends.vllm.setup import EngineSetup, ScorerSetup
+from rlhf.config.cluster import Device
 from rlhf.config.distill import FullVocab
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Run
-from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher, TeacherEngine
+from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher, TeacherGeneration
 from rlhf.config.train import Train
 from rlhf.memory import longest_sample
 from rlhf.placements.layout import Layout, by_node
@@ -32,7 +33,9 @@ class Roles:
     scorer: RayTrainer | RayScorer
     """A colocated teacher lives in the trainer."""
     engine: RayEngine | None
-    """None where the responses come from the rows."""
+    """None where no response is the student's own."""
+    writer: RayEngine | None
+    """The teacher that writes responses, on the scorer's devices; None where it writes none."""
     cluster: RayCluster
     described: list[str]
     background: Background = field(default_factory=Background)
@@ -58,12 +61,14 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
     share = 0.5 if shared else 1.0
     cluster = RayCluster(run.cluster, bundles=layout.devices)
     try:
-        bundle_of = by_node(cluster.nodes, (run.train.tensor_parallel, len(layout.replicas[0])))
+        groups = (run.train.tensor_parallel, len(layout.replicas[0]), *(len(devices) for devices in layout.teacher[:1]))
+        bundle_of = by_node(cluster.nodes, groups)
         trainer = RayTrainer(
             cluster,
             trainer_setup(run, inputs, objective),
             bundles=[bundle_of[device] for device in layout.trainer],
             share=share,
+            lends=shared and run.cluster.device is Device.cuda,
         )
         engine = None
         if run.engine is not None:
@@ -74,9 +79,15 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
                 share=share,
             )
         scorer: RayTrainer | RayScorer = trainer
+        writer = None
         if isinstance(run.teacher, StandaloneTeacher):
-            setup = scorer_setup(run, inputs, run.teacher.engine, objective)
-            scorer = RayScorer(cluster, setup, bundles=[bundle_of[devices[0]] for devices in layout.teacher])
+            bundles = [bundle_of[devices[0]] for devices in layout.teacher]
+            part = 1.0 if run.writer is None else 0.5
+            scorer = RayScorer(cluster, scorer_setup(run, inputs, run.teacher, objective), bundles, part)
+            if run.writer is not None:
+                setup = writer_setup(run, inputs, run.teacher, run.writer)
+                writer = RayEngine(cluster, setup, bundles, part, role="writing teacher")
+                writer.ready(run.cluster.start_timeout_s)
             scorer.ready(run.cluster.start_timeout_s)
         trainer.ready(run.cluster.start_timeout_s)
         if engine is not None:
@@ -86,12 +97,12 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
     except BaseException:
         cluster.close()
         raise
-    return Roles(trainer, scorer, engine, cluster, describe(run, shared))
+    return Roles(trainer, scorer, engine, writer, cluster, describe(run, shared))
 
 
-def teacher_gpus(run: Run) -> int:
-    """Devices of a standalone teacher."""
-    return run.teacher.gpus if isinstance(run.teacher, StandaloneTeacher) else 0
+def teacher_devices(run: Run) -> tuple[int, int]:
+    """Devices of a standalone teacher, and how many of them share a replica."""
+    return (run.teacher.gpus, run.teacher.tensor_parallel) if isinstance(run.teacher, StandaloneTeacher) else (0, 1)
 
 
 def trainer_setup(run: Run, inputs: Inputs, objective: Objective) -> TrainerSetup:
@@ -123,18 +134,46 @@ def engine_setup(run: Run, inputs: Inputs, rollout: VllmRollout, shared: bool) -
     )
 
 
-def scorer_setup(run: Run, inputs: Inputs, engine: TeacherEngine, objective: Objective) -> ScorerSetup:
+def writer_setup(run: Run, inputs: Inputs, spec: StandaloneTeacher, writer: TeacherGeneration) -> EngineSetup:
+    """Of each replica of a standalone teacher that writes responses."""
+    assert inputs.teacher is not None
+    engine = spec.engine
+    return EngineSetup(
+        model=inputs.teacher,
+        rollout=VllmRollout(
+            gpus=spec.gpus,
+            tensor_parallel=spec.tensor_parallel,
+            dtype=engine.dtype,
+            max_new_tokens=writer.max_new_tokens,
+            temperature=writer.temperature,
+            top_p=writer.top_p,
+            top_k=writer.top_k,
+            max_num_seqs=engine.max_num_seqs,
+            kv_cache_gb=writer.kv_cache_gb,
+            enforce_eager=engine.enforce_eager,
+        ),
+        max_model_len=max(run.data.max_length, run.data.teacher_length) + writer.max_new_tokens,
+        stop_token_ids=inputs.teacher_stop_token_ids,
+        seed=run.run.seed,
+        shares_device=False,
+        fixed=True,
+        vocab=inputs.architecture.vocab,
+    )
+
+
+def scorer_setup(run: Run, inputs: Inputs, spec: StandaloneTeacher, objective: Objective) -> ScorerSetup:
     """Of each replica of a standalone teacher."""
     assert inputs.teacher is not None
     teacher = Architecture.from_config(read_config(inputs.teacher), str(inputs.teacher))
     return ScorerSetup(
         model=inputs.teacher,
-        engine=engine,
+        engine=spec.engine,
         max_model_len=longest_sample(run),
         distill=objective.distill,
         head=None if isinstance(run.distill, FullVocab) else head_name(teacher),
         vocab=teacher.vocab,
         seed=run.run.seed,
+        tensor_parallel=spec.tensor_parallel,
     )
 
 
@@ -143,14 +182,15 @@ def describe(run: Run, shared: bool) -> list[str]:
     kind = run.cluster.device.value
     without = f" without {len(run.model.drop_layers)} layers" if run.model.drop_layers else ""
     ahead = ", one step ahead" if run.placement.max_staleness else ""
-    engine = "engine: none, responses are the data's; so there is no sample to show"
+    whose = "data" if run.writer is None else "teacher"
+    engine = f"engine: none, responses are the {whose}'s; so there is no sample to show"
     if run.engine is not None:
         its = f"the same {run.engine.gpus} x {kind}" if shared else f"{run.engine.gpus} x {kind} of its own{ahead}"
         engine = f"engine: {its}, vLLM, {run.engine.dtype.value}"
     return [
         f"trainer: {run.train.gpus} x {kind}{shared_by(run.train)}, Megatron-core, {run.train.dtype.value}, student "
         f"{run.model.path}{without}",
-        f"teacher: {describe_teacher(run.teacher, kind)}",
+        f"teacher: {describe_teacher(run.teacher, kind)}{'' if run.writer is None else ', writes responses'}",
         engine,
     ]
 

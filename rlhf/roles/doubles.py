@@ -19,6 +19,7 @@ import numpy as np
 
 from rlhf.errors import MisalignedScores, StaleWeights
 from rlhf.roles.protocols import Engine, Scorer, Trainer
+from rlhf.roles.replicas import select
 from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Prompts, Rollouts, Sequences
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class Event(NamedTuple):
     """One call of a role that went well."""
 
     call: str
-    """update, generate, greedy, sleep, score, train, evaluate, save, save_state or load_state."""
+    """update, generate, greedy, sleep, begin, score, train, evaluate, save, save_state or load_state."""
     version: int | None
     """Of the weights the role held after the call; None for the teacher, whose weights never change."""
     what: Any
@@ -141,6 +142,12 @@ class DoubleScorer(Scorer):
         self.events.append(Event("score", None, sequences))
         return Done(None)
 
+    begins: bool = False
+
+    def begin(self, sequences: Sequences) -> None:
+        """Nothing but the event."""
+        self.events.append(Event("begin", None, sequences))
+
     def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> Done[None]:
         """The trainer needs none."""
         return Done(None)
@@ -196,6 +203,12 @@ class DoubleEngine(Engine):
         sequences = Sequences.join(prompts.sample_ids, prompts.rows(), responses, logprobs)
         self.events.append(Event("greedy" if greedy else "generate", version, prompts))
         return Done(Rollouts(version, sequences, np.array([row[-1] == self.stop_token for row in responses])))
+
+    def stream(self, prompts: Prompts, version: int) -> Iterator[Rollouts]:
+        """One by one, the last one first."""
+        whole = self.generate(prompts, version).result()
+        for row in reversed(range(len(prompts))):
+            yield select(whole, [row])
 
     def sleep(self) -> Done[None]:
         """Nothing but the event, as on CPU."""

@@ -79,6 +79,15 @@ class Scorer(Protocol):
         responses and ranks are those that the trainer gets. The future gives `Experience.scores`."""
         ...
 
+    @property
+    def begins(self) -> bool:
+        """Whether it works while the engine does: then `begin` is worth a call."""
+        ...
+
+    def begin(self, sequences: Sequences) -> None:
+        """Score these already; `score` will be asked about them, and others, once all are known."""
+        ...
+
     def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> Future[Any]:
         """The teacher's whole distributions, for `Trainer.evaluate`; None if the trainer has the teacher itself."""
         ...
@@ -92,6 +101,10 @@ class Engine(Protocol):
         ...
 
     def generate(self, prompts: Prompts, version: int, greedy: bool = False) -> Future[Rollouts]: ...
+
+    def stream(self, prompts: Prompts, version: int) -> Iterator[Rollouts]:
+        """The rollouts of `generate` in parts, as they are finished; each sample is in one part."""
+        ...
 
     def sleep(self) -> Future[None]:
         """Free the device's memory for those who share it; the next update of weights wakes the engine."""

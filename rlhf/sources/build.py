@@ -10,17 +10,26 @@ from rlhf.sources.ahead import AheadSource, Background
 from rlhf.sources.dataset import DatasetSource
 from rlhf.sources.live import LiveSource
 from rlhf.sources.mixed import MixedSource
+from rlhf.sources.offpolicy import OffPolicy, ReferenceResponses, TeachersResponses
 from rlhf.sources.steps import StepSource
 
 
-def source_of(run: Run, engine: Engine | None, background: Background, **fields: Any) -> StepSource:
-    """The source, with the fields that every one has."""
-    longest = run.data.max_response_length
+def source_of(
+    run: Run, engine: Engine | None, background: Background, writer: Engine | None = None, **fields: Any
+) -> StepSource:
+    """The source, with the fields that every one has.
+
+    Args:
+        writer: holds the teacher's weights, where it writes responses.
+    """
+    off_policy: OffPolicy = ReferenceResponses(run.data.max_response_length)
+    if writer is not None:
+        off_policy = TeachersResponses(writer, run.run.seed)
     if run.engine is None:
-        return DatasetSource(max_response_tokens=longest, **fields)
+        return DatasetSource(off_policy=off_policy, **fields)
     assert engine is not None, "a placement starts the engine that the configuration has"
     if run.placement.max_staleness:
         return AheadSource(engine=engine, rollout=run.engine, background=background, **fields)
     if run.lmbda == 1:
         return LiveSource(engine=engine, rollout=run.engine, **fields)
-    return MixedSource(engine=engine, rollout=run.engine, lmbda=run.lmbda, max_response_tokens=longest, **fields)
+    return MixedSource(engine=engine, rollout=run.engine, lmbda=run.lmbda, off_policy=off_policy, **fields)

@@ -1,17 +1,24 @@
 """The live source: the student's own samples, made with the weights it has now.
 
 sync weights ► (evaluate) ► generate ► score ► Experience
+
+A teacher on devices of its own begins to score while others are still generated.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 
 from rlhf.config.rollout import VllmRollout
+from rlhf.data.table import PromptTable
 from rlhf.roles.protocols import Engine
+from rlhf.roles.replicas import in_order_of
+from rlhf.sources.privileged import privileged_sequences
 from rlhf.sources.requests import prompts_of
 from rlhf.sources.steps import Batch, StepSource, Timed, describe
-from rlhf.types import Metrics, Rollouts
+from rlhf.types import Metrics, Prompts, Rollouts
 
 
 @dataclass(kw_only=True)
@@ -34,6 +41,21 @@ class LiveSource(StepSource):
         with timed("rollout"):
             rows = range(len(draw.table))
             prompts = prompts_of(draw.table, rows, seed=self.seed, step=batch.step, numbers=draw.numbers)
-            rollouts = self.engine.generate(prompts, version).result()
+            if self.scorer.begins:
+                rollouts, head_start = self._scored_as_they_finish(prompts, draw.table, version)
+            else:
+                rollouts, head_start = self.engine.generate(prompts, version).result(), {}
             self.engine.sleep().result()
-        return rollouts, {**describe(rollouts), "rollout/weight_version": float(rollouts.version)}
+        return rollouts, {**describe(rollouts), "rollout/weight_version": float(rollouts.version), **head_start}
+
+    def _scored_as_they_finish(self, prompts: Prompts, table: PromptTable, version: int) -> tuple[Rollouts, Metrics]:
+        """The rollouts, which the teacher has begun to score, and for how long it has."""
+        parts, began = [], math.inf
+        row_of = {int(sample_id): row for row, sample_id in enumerate(prompts.sample_ids)}
+        for part in self.engine.stream(prompts, version):
+            began = min(began, time.perf_counter())
+            rows = [row_of[int(sample_id)] for sample_id in part.sequences.sample_ids]
+            privileged = privileged_sequences(part.sequences, table.select(rows))
+            self.scorer.begin(part.sequences if privileged is None else privileged)
+            parts.append(part)
+        return in_order_of(prompts, parts), {"score/head_start": time.perf_counter() - began}

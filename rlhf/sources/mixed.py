@@ -1,5 +1,5 @@
 """The mixed source (GKD, arXiv 2306.13649, algorithm 1): a step is the student's own samples with probability
-`algo.lmbda`, else the rows' reference responses."""
+`algo.lmbda`, else it takes responses from elsewhere."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import hashlib
 import struct
 from dataclasses import dataclass
 
-from rlhf.sources.dataset import reference_rollouts
 from rlhf.sources.live import LiveSource
+from rlhf.sources.offpolicy import OffPolicy
 from rlhf.sources.steps import Batch, Timed
 from rlhf.types import Metrics, Rollouts
 
@@ -19,8 +19,7 @@ class MixedSource(LiveSource):
     `DatasetSource` does (but for the engine's part in the evaluation)."""
 
     lmbda: float
-    max_response_tokens: int
-    """Reference responses are cut to this."""
+    off_policy: OffPolicy
 
     def weights(self, step: int, timed: Timed) -> int:
         """They go to the engine only if it is asked for anything before the next step."""
@@ -34,7 +33,7 @@ class MixedSource(LiveSource):
             rollouts, described = super().responses(batch, version, timed)
             return rollouts, {**described, "rollout/on_policy": 1.0}
         self.engine.sleep().result()  # the evaluation may have woken it
-        rollouts, described = reference_rollouts(batch.draw.table, self.max_response_tokens, batch.step, version)
+        rollouts, described = self.off_policy.responses(batch, version, timed)
         return rollouts, {**described, "rollout/on_policy": 0.0}
 
 

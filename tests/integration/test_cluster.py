@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
 
+from rlhf.backends import actors
 from rlhf.backends import cluster as module
 from rlhf.backends.cluster import Process, RayCluster, iterate, threads_each, wait_for
 from rlhf.config.cluster import Cluster
+from rlhf.config.train import Train
 from rlhf.errors import ClusterError, MisalignedScores, RoleDied, RoleFailed
 
 
@@ -66,7 +70,11 @@ def ranks(two_devices: RayCluster) -> Iterator[list[Process]]:
 
 def test_results_are_in_the_order_of_the_calls(ranks: list[Process]) -> None:
     assert wait_for([rank.call("work", number) for number, rank in enumerate(ranks)]) == [0, 1]
-    assert list(map(ray.get, iterate(ranks[0].call("stream", 5, False), [ranks[1].call("work", 0)]))) == list(range(5))
+    assert [ray.get(list(row)) for row in iterate([ranks[0].call("stream", 5, False)], [ranks[1].call("work", 0)])] == [
+        [number] for number in range(5)
+    ]
+    streams = [rank.call("stream", 5, False) for rank in ranks]
+    assert [ray.get(list(row)) for row in iterate(streams)] == [[number] * 2 for number in range(5)]
 
 
 def test_the_first_failure_is_reported_while_others_hang(ranks: list[Process]) -> None:
@@ -89,7 +97,7 @@ def test_a_death_is_reported_rather_than_what_it_did_to_others(ranks: list[Proce
 
 
 def test_a_stream_ends_when_who_helps_with_it_dies(ranks: list[Process]) -> None:
-    stream = iterate(ranks[0].call("stream", 3, True), [ranks[1].call("die", 0.3)])
+    stream = iterate([ranks[0].call("stream", 3, True)], [ranks[1].call("die", 0.3)])
     with pytest.raises(RoleDied, match=r"^the trainer rank 1 process ended unexpectedly"):
         list(stream)
 
@@ -98,7 +106,7 @@ def test_a_stream_ends_when_who_receives_it_dies(ranks: list[Process], monkeypat
     """A broadcast waits for a receiver that is gone, and nothing else fails."""
     monkeypatch.setattr(module, "STUCK_S", 0.2)
     monkeypatch.setattr(module, "NOTICE_S", 2.0)
-    stream = iterate(ranks[0].call("stream", 1, True), [])
+    stream = iterate([ranks[0].call("stream", 1, True)])
     next(stream)
     ray.kill(ranks[1].actor)
     with pytest.raises(RoleDied, match=r"^the trainer rank 1 process ended unexpectedly"):
@@ -108,6 +116,56 @@ def test_a_stream_ends_when_who_receives_it_dies(ranks: list[Process], monkeypat
 def test_what_is_late_is_named(ranks: list[Process]) -> None:
     with pytest.raises(ClusterError, match=r"the trainer rank 1 process was not ready within .*=0\.5 seconds"):
         wait_for([ranks[0].call("work", 0), ranks[1].call("hang")], timeout_s=0.5)
+
+
+class LendingTrainer:
+    """Stands for a trainer process: its buckets say which rank they are of."""
+
+    def __init__(self, setup: Any, rank: int) -> None:
+        self.rank = rank
+
+    def open_store(self) -> None: ...
+
+    def ready(self, address: None) -> None: ...
+
+    @ray.method(num_returns="streaming", _generator_backpressure_num_objects=2)
+    def buckets(self, dtype: str) -> Iterator[tuple[int, int]]:
+        yield from ((self.rank, number) for number in range(5))
+
+
+class ReceivingEngine:
+    """Stands for an engine process: remembers what it was given."""
+
+    def __init__(self, setup: Any) -> None:
+        self.loaded: list[tuple[int, int]] = []
+
+    def ready(self) -> None: ...
+
+    def begin_update(self) -> None: ...
+
+    def load(self, bucket: tuple[int, int]) -> None:
+        self.loaded.append(bucket)
+
+    def finish_update(self) -> list[tuple[int, int]]:
+        return self.loaded
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_a_replica_gets_what_was_lent_on_its_own_device(
+    two_devices: RayCluster, monkeypatch: pytest.MonkeyPatch, lends: bool
+) -> None:
+    """Replica 0 is where rank 1 is. Where nothing is lent, rank 0 hands out copies for all."""
+    monkeypatch.setattr(actors, "TrainerActor", LendingTrainer)
+    monkeypatch.setattr(actors, "EngineActor", ReceivingEngine)
+    two_devices.processes.clear()
+    setup: Any = SimpleNamespace(train=Train(gpus=2))
+    trainer = actors.RayTrainer(two_devices, setup, bundles=[0, 1], share=0.5, lends=lends)
+    engine = actors.RayEngine(two_devices, setup, bundles=[1, 0], share=0.5)
+    calls = engine.update_weights(trainer.buckets("float32")).calls
+    loaded = wait_for(calls)[-2:]
+    assert loaded == [[(rank, number) for number in range(5)] for rank in ((1, 0) if lends else (0, 0))]
+    for process in two_devices.processes:
+        ray.kill(process.actor)
 
 
 def test_too_few_devices_are_named_before_a_role_starts(two_devices: RayCluster) -> None:

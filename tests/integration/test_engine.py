@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from rlhf.backends.megatron.weights import Checkpoint
 from rlhf.backends.vllm.setup import EngineSetup
 from rlhf.config.rollout import VllmRollout
 from rlhf.errors import StaleWeights
+from rlhf.roles.replicas import in_order_of
 from rlhf.types import Bucket, Prompts, Rollouts, offsets_of
+from tests.unit.tiny import save_tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +42,14 @@ def engine(cluster: RayCluster, folders: tuple[Path, Path]) -> RayEngine:
     """One engine for the module: starting vLLM takes longer than all of these tests."""
     setup = EngineSetup(
         model=folders[0],
-        rollout=VllmRollout(max_new_tokens=16, kv_cache_gb=0.25),
+        rollout=VllmRollout(max_new_tokens=16, kv_cache_gb=0.25, max_num_seqs=2),
         max_model_len=256,
         stop_token_ids=(2,),
         seed=0,
         shares_device=True,
     )
     engine = RayEngine(cluster, setup, bundles=[0], share=0.5)
-    engine.ready(timeout_s=120)
+    engine.ready(timeout_s=240)
     return engine
 
 
@@ -130,6 +133,53 @@ def test_samples_do_not_depend_on_the_order_of_requests(engine: RayEngine, folde
     )
     assert [first[i] for i in order] == second
     assert len({tuple(response) for response in first}) == 3
+
+
+def test_a_stream_is_the_same_batch_in_parts(engine: RayEngine, folders: tuple[Path, Path]) -> None:
+    update(engine, folders[0], 25)
+    whole = engine.generate(prompts(), 25).result()
+    parts = list(engine.stream(prompts(), 25))
+    assert [len(part.sequences) for part in parts] == [2, 1], "the engine works on two at a time"
+    together = in_order_of(prompts(), parts)
+    assert responses_of(together) == responses_of(whole)
+    assert together.finished.tolist() == whole.finished.tolist() and together.version == 25
+    np.testing.assert_allclose(together.sequences.logprobs, whole.sequences.logprobs, atol=1e-5)
+    with pytest.raises(StaleWeights, match="asked to generate with weights of version 24, the engine holds 25"):
+        list(engine.stream(prompts(), 24))
+
+
+def test_a_teacher_writes_with_its_own_weights_and_in_the_students_vocabulary(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    """No update; its head has rows beyond the student's tokens, which transformers suppresses."""
+    teacher = save_tiny_llama(tmp_path / "teacher", layers=2, heads=2, seed=2)
+    setup = EngineSetup(
+        model=teacher,
+        rollout=VllmRollout(max_new_tokens=16, temperature=0.0, kv_cache_gb=0.1),
+        max_model_len=256,
+        stop_token_ids=(2,),
+        seed=0,
+        shares_device=False,
+        fixed=True,
+        vocab=200,
+    )
+    writer = RayEngine(cluster, setup, bundles=[0], share=0.5, role="writing teacher")
+    writer.ready(timeout_s=240)
+    asked = replace(prompts(), tokens=prompts().tokens % 500)
+    written = writer.generate(asked, version=0).result()
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
+    beyond = range(200, model.config.vocab_size)
+    expected = []
+    for prompt in asked.rows():
+        ids = torch.from_numpy(prompt).long()[None]
+        out = model.generate(
+            ids, max_new_tokens=16, do_sample=False, eos_token_id=2, pad_token_id=2, suppress_tokens=list(beyond)
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+        free = model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=2, pad_token_id=2)
+        assert free[0, len(prompt) :].tolist() != expected[-1], "the limit shows"
+    assert responses_of(written) == expected
+    ray.kill(writer.replicas[0].actor)
 
 
 def test_mixed_and_incomplete_updates_are_refused(engine: RayEngine, folders: tuple[Path, Path]) -> None:

@@ -13,6 +13,7 @@ from rlhf.algos.gkd import make_minibatches
 from rlhf.backends.megatron.trainer import MegatronTrainer
 from rlhf.config.train import Train
 from rlhf.errors import RlhfError
+from rlhf.loggers import rollouts
 from rlhf.preflight import check_inputs
 from rlhf.report.summary import read
 from tests.integration.megatron import end_groups, experience_of, random_sequences, trainer_setup
@@ -110,6 +111,39 @@ def test_opsd_from_the_live_policy_in_a_mixed_run(world: list[str], tmp_path: Pa
         assert ("rollout/logprob_gap_mean" in steps[step]) == (steps[step]["rollout/on_policy"] == 1)
     assert steps[0]["eval/forward_kl"] > 1e-4
     assert "teacher: the student itself" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_the_teacher_writes_the_responses_of_off_policy_steps(tmp_path: Path) -> None:
+    """Rows without responses. At temperature 0 what is trained on is what transformers generates from the teacher."""
+    world = tiny_world(tmp_path)
+    rows = [{"prompt": f"how many boxes make {i} boxes"} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    writes = ["teacher=standalone", "algo.seq_kd=true", "algo.sft_alpha=1", "teacher.engine.kv_cache_gb=0.1"]
+    writes += [f"teacher.generation.{key}" for key in ("temperature=0", "max_new_tokens=12", "kv_cache_gb=0.1")]
+    common = [*writes, "eval.samples=0", "logger.rollouts=true", "run.seed=1"]
+    none = [one for one in world if not one.startswith("rollout.")]
+    runs = {"none": [*none, *common, "rollout=none", "run.steps=2"]}
+    runs["mixed"] = [*world, *common, "algo.lmbda=0.5", "run.steps=4"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher", dtype=torch.float32).eval()
+    eos = model.config.eos_token_id
+    for name, arguments in runs.items():
+        done = launch([*arguments, f"run.name={name}"], tmp_path, timeout=600)
+        assert done.returncode == 0, done.stderr
+        run_dir = tmp_path / "outputs" / name
+        steps, recorded = metrics_of(run_dir), rollouts.read(run_dir)
+        kinds = {step: steps[step].get("rollout/on_policy", 0.0) for step in recorded}
+        assert set(kinds.values()) == ({0.0} if name == "none" else {0.0, 1.0})
+        for step, sequences in recorded.items():
+            assert ("rollout/logprob_gap_mean" in steps[step]) == (kinds[step] == 1)
+            assert ("train/cross_entropy" in steps[step]) == (kinds[step] == 0)
+            for tokens, length in zip(sequences.rows(), sequences.prompt_lengths, strict=True):
+                ids = torch.from_numpy(tokens[:length]).long()[None]
+                out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=eos, pad_token_id=0)
+                assert (out[0].tolist() == tokens.tolist()) == (kinds[step] == 0), (name, step)
+        teacher = read(run_dir).roles[1]
+        assert teacher.endswith("1 x cpu of its own, vLLM, float32, writes responses")
 
 
 REFUSED = [

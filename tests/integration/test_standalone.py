@@ -24,7 +24,8 @@ from rlhf.config.teacher import TeacherEngine
 from rlhf.distill.topk import TopKDistill
 from rlhf.errors import MisalignedScores
 from rlhf.losses.rows import TopKScores
-from rlhf.types import Sequences, offsets_of
+from rlhf.roles.replicas import select
+from rlhf.types import Rollouts, Sequences, offsets_of
 from tests.integration.megatron import end_groups, experience_of, random_sequences, trainer_setup
 from tests.integration.runs import launch, metrics_of, tiny_world
 from tests.unit.tiny import save_tiny_llama, tiny_tokenizer
@@ -124,6 +125,24 @@ def test_the_order_of_samples_and_ranks_is_irrelevant(scorer: RayScorer, sequenc
         for sample_id, scores in mine.items():
             assert torch.equal(scores.ids, first[sample_id].ids)
             torch.testing.assert_close(scores.logprobs, first[sample_id].logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_what_was_begun_before_the_plan_is_part_of_the_answer(scorer: RayScorer, sequences: Sequences) -> None:
+    """Two parts of the batch, in another order; each rank finds its own samples among them."""
+    whole = by_sample(scored(scorer, sequences)[0], sequences)
+    made = Rollouts(0, sequences, np.ones(len(sequences), dtype=bool))
+    for rows in ([3, 1], [4]):
+        scorer.begin(select(made, rows).sequences)
+    ranks = scored(scorer, sequences, ranks=2)
+    assert scorer.begun == []
+    plan = experience_of(sequences, data_parallel=2).minibatches[0].plan
+    for parts, rank in zip(ranks, plan.ranks, strict=True):
+        own = {int(sequences.sample_ids[row]) for micro in rank for row in micro.rows}
+        mine = by_sample([part.only(own) for part in parts], sequences)
+        assert set(mine) == own
+        for sample_id, scores in mine.items():
+            assert torch.equal(scores.ids, whole[sample_id].ids)
+            torch.testing.assert_close(scores.logprobs, whole[sample_id].logprobs, rtol=1e-5, atol=1e-5)
 
 
 def trainer_of(pair: tuple[Path, Path], standalone: bool, full: bool) -> MegatronTrainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from rlhf.config.run import Eval
 from rlhf.errors import RoleDied
 from rlhf.loggers.base import MetricLog
 from rlhf.loop import run_steps
+from rlhf.roles.doubles import DoubleScorer
 from rlhf.sources.ahead import AheadSource, Background
 from rlhf.sources.live import LiveSource
-from rlhf.types import Experience
+from rlhf.types import Experience, MiniBatch, Prompts, Rollouts, Sequences
 from tests.unit.test_live_source import Bench, tokens_of
 from tests.unit.test_loop import Recorder
 
@@ -109,6 +110,48 @@ def test_a_step_takes_as_long_as_the_longer_of_its_halves(tmp_path: Path) -> Non
         assert following["timeline/rollout_end"] <= following["timeline/score_start"] <= following["timeline/score_end"]
     _, seconds = slow_run(Bench(steps=2, eval=Eval(samples=0)), tmp_path)
     assert seconds > 1.1 * max(ROLLOUT, TRAIN), "without it they add up"
+
+
+class BusyTeacher(DoubleScorer):
+    """Works on what was begun, one after the other, while others do something else; `score` waits for the rest."""
+
+    due = 0.0
+
+    def begin(self, sequences: Sequences) -> None:
+        super().begin(sequences)
+        self.due = max(self.due, time.perf_counter()) + SCORE * len(sequences)
+
+    def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> Any:
+        return Later(super().score(sequences, minibatches).result(), self.due - time.perf_counter())
+
+
+SCORE, FINISH = 0.2, 0.3
+"""Seconds a sample takes: a teacher that is faster than the engine has one of them left when it is done."""
+
+
+@pytest.mark.parametrize("kind", [Bench, AheadBench])
+def test_a_teacher_of_its_own_scores_while_others_are_generated(kind: type, tmp_path: Path) -> None:
+    """The rows are those of a run in which it waits; of its seconds, those of the last sample remain."""
+    bench, waits = kind(steps=2, eval=Eval(samples=0)), kind(steps=2, eval=Eval(samples=0))
+    stream = bench.engine.stream
+
+    def one_by_one(prompts: Prompts, version: int) -> Iterator[Rollouts]:
+        for part in stream(prompts, version):
+            time.sleep(FINISH)
+            yield part
+
+    bench.engine.stream = one_by_one  # type: ignore[method-assign]
+    bench.scorer = BusyTeacher(bench.scorer.events, bench.scorer.scored, begins=True)
+    found = bench.run()
+    for mine, expected in zip(found, waits.run(), strict=True):
+        assert mine.sequences.tokens.tolist() == expected.sequences.tokens.tolist()
+        assert mine.sequences.sample_ids.tolist() == expected.sequences.sample_ids.tolist()
+        assert mine.metrics["score/head_start"] == pytest.approx(3 * FINISH, abs=0.15)
+        ahead = "ahead/score" in mine.metrics
+        assert mine.metrics["ahead/score" if ahead else "time/score"] == pytest.approx(SCORE, abs=0.1)
+        assert mine.metrics["ahead/rollout" if ahead else "time/rollout"] == pytest.approx(4 * FINISH, abs=0.15)
+    calls = [event.call for event in bench.events if event.call in ("begin", "score")]
+    assert calls == (["begin"] * 4 + ["score"]) * 2
 
 
 def test_a_failure_ahead_comes_out_of_the_next_step_as_it_is() -> None:

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf import launch
 from rlhf.config.arguments import check_arguments
+from rlhf.config.cluster import Device
 from rlhf.config.compose import to_run
 from rlhf.config.messages import explain, interrupted
 from rlhf.config.model import SmolLM2With24Layers
@@ -143,7 +144,6 @@ OUT_OF_RANGE = [
     "algo.lmbda=2",
     "algo.lmbda=nan",
     "algo.sft_alpha=-1",
-    "algo.seq_kd=true",
     "cluster.threads=0",
     "cluster.object_store_gb=0",
     "cluster.start_timeout_s=0",
@@ -316,8 +316,8 @@ CONTRADICTIONS = {
     "train.gpus=2": "placement=colocate shares one set of devices: train.gpus=2 and rollout.gpus=1 must be equal; "
     "make them so, or use placement=separate",
     "train.gpus=3 train.tensor_parallel=2": "train.gpus=3 must be divisible by train.tensor_parallel=2",
-    "rollout.gpus=2 rollout.tensor_parallel=2": f"rollout.tensor_parallel=2 {NOT_YET} rollout.tensor_parallel=1, which "
-    "makes rollout.gpus=2 as many replicas",
+    "cluster.device=cuda train.gpus=2 rollout.gpus=2 rollout.tensor_parallel=2": "cluster.device=cuda with "
+    f"rollout.tensor_parallel=2 {NOT_YET} rollout.tensor_parallel=1, which makes rollout.gpus=2 as many replicas",
     "train.sequence_parallel=true": "train.sequence_parallel=true has no effect with train.tensor_parallel=1: no "
     "devices share a sequence; use train.tensor_parallel=2 with train.gpus=2, or train.sequence_parallel=null",
     "train.gpus=2 train.tensor_parallel=2 train.sequence_parallel=false": "train.padding_free=true with "
@@ -339,8 +339,8 @@ CONTRADICTIONS = {
     "teacher.gpus=2": "unknown key teacher.gpus with teacher=colocated; teacher=standalone has it",
     "teacher=standalone teacher.gpus=3 teacher.tensor_parallel=2": "teacher.gpus=3 must be divisible by "
     "teacher.tensor_parallel=2",
-    "teacher=standalone teacher.gpus=2 teacher.tensor_parallel=2": f"teacher.tensor_parallel=2 {NOT_YET} "
-    "teacher.tensor_parallel=1, which makes teacher.gpus=2 as many replicas",
+    "cluster.device=cuda teacher=standalone teacher.gpus=2 teacher.tensor_parallel=2": "cluster.device=cuda with "
+    f"teacher.tensor_parallel=2 {NOT_YET} teacher.tensor_parallel=1, which makes teacher.gpus=2 as many replicas",
     "teacher=standalone teacher.gpus=0": "teacher.gpus must be at least 1, got 0",
     "teacher=standalone teacher.engine.kv_cache_gb=0": "teacher.engine.kv_cache_gb must be greater than 0, got 0.0",
     "teacher=standalone +teacher.engine.foo=1": "unknown key teacher.engine.foo; teacher.engine has dtype, "
@@ -394,19 +394,26 @@ CONTRADICTIONS = {
     "teacher=standalone",
     "placement=separate placement.max_staleness=1 algo.lmbda=0.5": "placement.max_staleness=1 with algo.lmbda=0.5 "
     f"{NOT_YET} algo.lmbda=1, or placement.max_staleness=0",
-    "cluster.device=cuda train.gpus=2 rollout.gpus=2": f"cluster.device=cuda with train.gpus=2 {NOT_YET} all roles on "
-    "one GPU, or cluster.device=cpu",
-    "cluster.device=cuda placement=separate": f"cluster.device=cuda with placement=separate {NOT_YET} all roles on one "
-    "GPU, or cluster.device=cpu",
-    "cluster.device=cuda teacher=standalone": f"cluster.device=cuda with teacher=standalone {NOT_YET} all roles on one "
-    "GPU, or cluster.device=cpu",
     "placement=separate placement.max_staleness=1 teacher=self": "placement.max_staleness=1 with teacher=self, whose "
     f"weights are trained while it is asked {NOT_YET} placement.max_staleness=0, or another teacher",
     "placement=separate rollout=none": "placement=separate gives the engine devices of its own, and rollout=none "
     "starts none; use placement=colocate",
     "algo=opsd distill=none": "algo=opsd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
-    "algo.seq_kd=true": f"algo.seq_kd=true (it needs a teacher that generates) {NOT_YET} algo.seq_kd=false, with "
-    "responses the teacher wrote before: rollout=none data=file data.path=FILE",
+    "algo.seq_kd=true": "algo.seq_kd=true needs a teacher that writes; use teacher=standalone, or responses the "
+    "teacher wrote before: algo.seq_kd=false rollout=none data=file data.path=FILE",
+    "algo.seq_kd=true algo.lmbda=0.5 teacher=self": "algo.seq_kd=true needs a teacher that writes; use "
+    "teacher=standalone, or responses the teacher wrote before: algo.seq_kd=false rollout=none data=file "
+    "data.path=FILE",
+    "algo.seq_kd=true teacher=standalone": "algo.seq_kd=true has no effect where every response is the student's own "
+    "(algo.lmbda=null); use algo.lmbda=0.5 or rollout=none, or leave algo.seq_kd=false",
+    "teacher=standalone teacher.generation.temperature=0": "teacher.generation.temperature=0.0 has no effect with "
+    "algo.seq_kd=false (the teacher writes nothing); use algo.seq_kd=true, or leave teacher.generation.temperature=1.0",
+    "teacher=standalone algo.seq_kd=true rollout=none data.max_response_length=64": "data.max_response_length=64 has "
+    "no effect with algo.seq_kd=true, where the teacher writes the responses; use teacher.generation.max_new_tokens, "
+    "or leave data.max_response_length=512",
+    "teacher=standalone algo.seq_kd=true rollout=none teacher.generation.max_new_tokens=5000": "train."
+    "micro_batch_tokens=4096 can't hold one sample of data.max_length=256 + teacher.generation.max_new_tokens=5000 "
+    "tokens; use at least 5256",
     "teacher.offload=true": "teacher.offload=true has no effect with cluster.device=cpu, where device and host memory "
     "are one; use cluster.device=cuda, or leave teacher.offload=false",
     "teacher=self teacher.ema_decay=2": "teacher.ema_decay must be in [0.0, 1.0], got 2.0",
@@ -425,7 +432,11 @@ def test_what_looks_like_a_contradiction_but_is_none() -> None:
     assert run_of("model.drop_layers=[1]").model.drop_layers == [1]
     assert run_of("cluster=attached").cluster.address == "auto"
     assert run_of("teacher.offload=true", "cluster.device=cuda").teacher.offload
+    for layout in ("train.gpus=2 rollout.gpus=2", "placement=separate", "teacher=standalone"):
+        assert run_of("cluster.device=cuda", *layout.split()).cluster.device is Device.cuda
     # one job of a sweep over lmbda
+    assert run_of("teacher=standalone", "algo.seq_kd=true", "algo.lmbda=1").writer is None
+    assert run_of("teacher=standalone", "algo.seq_kd=true", "algo.lmbda=0").writer is not None
     assert run_of("algo.lmbda=1", "algo.sft_alpha=0.5", "data.max_response_length=64").lmbda == 1
     assert run_of("eval.responses=student").eval.max_response_tokens == 128
     assert run_of("eval.samples=0", "train.micro_batch_tokens=384").eval.samples == 0

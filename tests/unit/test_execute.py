@@ -224,6 +224,7 @@ class Roles:
     trainer: DoubleTrainer
     scorer: DoubleScorer
     engine: DoubleEngine
+    writer: None = None
     described: tuple[str, ...] = ("trainer: a double",)
     closed: int = 0
     background: Background = field(default_factory=Background)

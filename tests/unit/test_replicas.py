@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf.roles.doubles import DoubleEngine
-from rlhf.roles.replicas import merge, split
+from rlhf.roles.replicas import in_order_of, merge, select, split
 from rlhf.types import Prompts, Rollouts, offsets_of
 
 
@@ -63,3 +63,12 @@ def test_a_reference_response_has_no_logprobs():
     part = DoubleEngine(version=1).generate(some_prompts(2), 1).result()
     without = Rollouts(1, type(part.sequences)(**{**vars(part.sequences), "logprobs": None}), part.finished)
     assert merge([without, without]).sequences.logprobs is None
+
+
+def test_parts_that_finished_in_any_order_are_put_in_the_order_of_the_prompts() -> None:
+    prompts = some_prompts(7)
+    whole = generated(prompts, 1)
+    together = in_order_of(prompts, [select(whole, rows) for rows in ([5, 0], [6], [3, 4, 1], [2])])
+    for name in ("sample_ids", "tokens", "offsets", "prompt_lengths", "logprobs"):
+        assert getattr(together.sequences, name).tolist() == getattr(whole.sequences, name).tolist(), name
+    assert together.finished.tolist() == whole.finished.tolist() and together.version == 3

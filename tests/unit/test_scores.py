@@ -49,6 +49,18 @@ def test_the_top_k_arrive_by_sample(normaliser: bool) -> None:
         assert found is expected is None or torch.equal(found, expected), name
 
 
+def test_a_rank_takes_its_own_samples_out_of_a_part() -> None:
+    """Sample 7 is the second of the part."""
+    scores = TopKScores(torch.arange(10, dtype=torch.int32).view(5, 2), torch.randn(5, 2), None)
+    part = packed(scores)
+    assert part.only({7, 9, 1}) is part
+    mine = part.only({7})
+    ((sample_id, found),) = mine.by_sample(SEQUENCES, "cpu")
+    assert sample_id == 7 and mine.targets.tolist() == [10, 11, 12]
+    assert torch.equal(found.ids, scores.ids[2:]) and torch.equal(found.logprobs, scores.logprobs[2:])
+    assert list(part.only(set()).by_sample(SEQUENCES, "cpu")) == []
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

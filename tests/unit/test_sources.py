@@ -14,15 +14,18 @@ from rlhf.config.algo import GKD
 from rlhf.config.placement import Separate
 from rlhf.config.rollout import NoRollout, VllmRollout
 from rlhf.config.run import Eval
+from rlhf.config.teacher import StandaloneTeacher
 from rlhf.config.train import Train
 from rlhf.data.cursor import TableCursor
 from rlhf.data.table import PromptTable
 from rlhf.errors import ConfigError
+from rlhf.roles.doubles import DoubleEngine
 from rlhf.sources.ahead import AheadSource, Background
 from rlhf.sources.build import source_of
 from rlhf.sources.dataset import DatasetSource
 from rlhf.sources.live import LiveSource
 from rlhf.sources.mixed import MixedSource, on_policy
+from rlhf.sources.offpolicy import TEACHER_VERSION, ReferenceResponses, TeachersResponses
 from rlhf.sources.privileged import privileged_sequences
 from rlhf.sources.requests import reference_sequences
 from rlhf.types import Experience
@@ -66,7 +69,7 @@ def measured(experiences: list[Experience]) -> list[dict[str, float]]:
 
 def test_reference_responses_need_no_engine() -> None:
     bench = Bench(steps=2)
-    experiences = run_of(DatasetSource, bench, max_response_tokens=99)
+    experiences = run_of(DatasetSource, bench, off_policy=ReferenceResponses(99))
     assert calls_of(bench) == ["evaluate", "score", "train", "score", "train", "evaluate"]
     assert bench.phases == ["eval", "score", "train", "eval", "score", "train", "eval"]
     assert [step for step, _ in bench.reported] == [0, 2] and bench.evaluator.samples == {}
@@ -81,7 +84,7 @@ def test_reference_responses_need_no_engine() -> None:
 
 
 def test_long_reference_responses_are_cut_and_counted() -> None:
-    (experience,) = run_of(DatasetSource, Bench(steps=1), max_response_tokens=2)
+    (experience,) = run_of(DatasetSource, Bench(steps=1), off_policy=ReferenceResponses(2))
     assert experience.sequences.response_lengths.tolist() == [2] * 4
     assert experience.metrics["rollout/finished_share"] == 0
 
@@ -92,15 +95,15 @@ def test_long_reference_responses_are_cut_and_counted() -> None:
 def test_all_on_policy_equals_the_live_source_step_by_step() -> None:
     live, mixed = Bench(steps=STEPS), Bench(steps=STEPS)
     expected = run_of(LiveSource, live)
-    found = run_of(MixedSource, mixed, lmbda=1.0, max_response_tokens=99)
+    found = run_of(MixedSource, mixed, lmbda=1.0, off_policy=ReferenceResponses(99))
     assert tokens_of(found) == tokens_of(expected) and calls_of(mixed) == calls_of(live)
     assert measured(found) == [{**metrics, "rollout/on_policy": 1.0} for metrics in measured(expected)]
 
 
 def test_never_on_policy_equals_the_dataset_source_step_by_step() -> None:
     pure, mixed = Bench(steps=STEPS, eval=Eval(samples=0)), Bench(steps=STEPS, eval=Eval(samples=0))
-    expected = run_of(DatasetSource, pure, max_response_tokens=2)
-    found = run_of(MixedSource, mixed, lmbda=0.0, max_response_tokens=2)
+    expected = run_of(DatasetSource, pure, off_policy=ReferenceResponses(2))
+    found = run_of(MixedSource, mixed, lmbda=0.0, off_policy=ReferenceResponses(2))
     assert tokens_of(found) == tokens_of(expected)
     assert [call for call in calls_of(mixed) if call != "sleep"] == calls_of(pure)
     assert measured(found) == [{**metrics, "rollout/on_policy": 0.0} for metrics in measured(expected)]
@@ -110,11 +113,11 @@ def test_each_step_of_a_mix_is_that_of_one_of_the_pure_sources() -> None:
     """Rows, sampler seeds and sample ids included; weights go to the engine for on-policy steps and evaluation."""
     quiet = Eval(samples=3)
     bench = Bench(steps=STEPS, eval=quiet)
-    found = run_of(MixedSource, bench, lmbda=0.5, max_response_tokens=99)
+    found = run_of(MixedSource, bench, lmbda=0.5, off_policy=ReferenceResponses(99))
     chosen = [on_policy(0.5, 0, step) for step in range(1, STEPS + 1)]
     assert 2 <= sum(chosen) <= STEPS - 2
     live = run_of(LiveSource, Bench(steps=STEPS, eval=quiet))
-    dataset = run_of(DatasetSource, Bench(steps=STEPS, eval=quiet), max_response_tokens=99)
+    dataset = run_of(DatasetSource, Bench(steps=STEPS, eval=quiet), off_policy=ReferenceResponses(99))
     for step, (mine, own, reference, sampled) in enumerate(zip(found, live, dataset, chosen, strict=True), start=1):
         expected = own if sampled else reference
         assert mine.sequences.tokens.tolist() == expected.sequences.tokens.tolist(), step
@@ -161,6 +164,54 @@ def test_one_step_ahead_is_a_source_of_its_own(tmp_path: Path) -> None:
     del fields["rollout"]
     run = run_of_config(tmp_path, placement=Separate(max_staleness=1))
     assert type(source_of(run, engine, Background(), **fields)) is AheadSource
+
+
+# ---- what the teacher writes ----------------------------------------------------------------------------------------
+
+
+def test_the_teacher_writes_after_its_own_prompts_and_the_student_reads_it_after_its_own() -> None:
+    """The doubles' responses depend on version, prompt and seed alone, so what was asked shows in them."""
+    bench, writer = Bench(steps=3, eval=Eval(samples=0)), DoubleEngine(version=TEACHER_VERSION)
+    table = privileged_table(10, {row: [row] * 30 for row in range(0, 10, 2)})
+    live = bench.source()
+    live.cursor = TableCursor(table, 0, True)
+    common = {field.name: getattr(live, field.name) for field in dataclasses.fields(live)}
+    del common["engine"], common["rollout"]
+    common["evaluator"].engine = None
+    cursor = TableCursor(table, 0, True)
+    for experience in DatasetSource(**common, off_policy=TeachersResponses(writer, seed=0)):
+        bench.trainer.train(experience).result()
+        drawn = cursor.take(4)
+        asked = writer.events[-1].what
+        expected = writer.generate(asked, TEACHER_VERSION).result().sequences
+        sequences = experience.sequences
+        assert sequences.logprobs is None and experience.version == experience.step - 1
+        assert sequences.sample_ids.tolist() == expected.sample_ids.tolist()
+        for row, (mine, theirs) in enumerate(zip(sequences.rows(), expected.rows(), strict=True)):
+            own = drawn.table.teacher_prompt(row)
+            read = drawn.table.prompt(row) if own is None else own
+            length = len(drawn.table.prompt(row))
+            assert mine[:length].tolist() == drawn.table.prompt(row).tolist()
+            assert theirs[: len(read)].tolist() == read.tolist()
+            assert mine[length:].tolist() == theirs[len(read) :].tolist()
+        assert "time/rollout" in experience.metrics and "time/sync" not in experience.metrics
+    assert {event.call for event in bench.events} == {"score", "train"}
+
+
+@pytest.mark.parametrize(("lmbda", "kind"), [(0.5, MixedSource), (0.0, DatasetSource)])
+def test_off_policy_steps_ask_the_teacher_where_it_writes(lmbda: float, kind: type, tmp_path: Path) -> None:
+    bench, writer = Bench(steps=STEPS, eval=Eval(samples=0)), DoubleEngine(version=TEACHER_VERSION)
+    live = bench.source()
+    fields = {field.name: getattr(live, field.name) for field in dataclasses.fields(live)}
+    engine = fields.pop("engine")
+    del fields["rollout"]
+    run = run_of_config(tmp_path, algo=GKD(lmbda=lmbda, seq_kd=True), teacher=StandaloneTeacher())
+    source = source_of(run, engine, Background(), writer, **fields)
+    assert type(source) is kind
+    for experience in source:
+        bench.trainer.train(experience).result()
+    off_policy = [step for step in range(1, STEPS + 1) if not on_policy(lmbda, 0, step)]
+    assert len(writer.events) == len(off_policy) > 0
 
 
 # ---- what the teacher reads -----------------------------------------------------------------------------------------

@@ -178,11 +178,17 @@ class MegatronTrainer:
         """One optimizer step a minibatch. Returns metrics averaged over the response tokens of all of them.
 
         Args:
-            scores: a standalone teacher's, of this rank's samples.
+            scores: a standalone teacher's, of this rank's samples and perhaps of others.
         """
         totals, grad_norms, lr = Totals(), [], 0.0
         started = time.perf_counter()
-        self._scores |= self._unpacked(scores, experience.sequences)
+        own = {
+            int(experience.sequences.sample_ids[row])
+            for minibatch in experience.minibatches
+            for micro in minibatch.plan.ranks[self.data_parallel_rank]
+            for row in micro.rows
+        }
+        self._scores |= self._unpacked([part.only(own) for part in scores], experience.sequences)
         self._take_back()
         self.ddp.train()
         for minibatch in experience.minibatches:

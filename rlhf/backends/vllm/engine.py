@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -13,6 +15,11 @@ from rlhf.backends.vllm.setup import EngineSetup
 from rlhf.backends.weight_sync import received
 from rlhf.errors import StaleWeights
 from rlhf.types import Bucket, Prompts, Rollouts, Sequences
+
+PARTS = 8
+"""In which `stream` hands a batch out: few enough that a teacher has something to do with each."""
+NEVER = -100.0
+"""The lowest logit bias that vLLM takes."""
 
 
 class VllmEngine:
@@ -27,33 +34,38 @@ class VllmEngine:
         """Give the GPU's memory to the others between generations; vLLM has no sleep on CPU."""
         self._asleep = False
         self.setup = setup
-        self.version: int | None = None
+        self.version: int | None = 0 if setup.fixed else None
         """Version of the weights held; None before the first update and while one is under way."""
         self._arriving: int | None = None
         self._expected = tensor_names(setup.model)
         self._missing = set(self._expected)
+        self._forbidden: dict[int, float] = {}
+        """Logit biases of rows of the head that stand for no token of the student."""
+        if setup.vocab is not None:
+            rows = read_config(setup.model)["vocab_size"]
+            self._forbidden = dict.fromkeys(range(setup.vocab, rows), NEVER)
         self.channel: WeightChannel | None = None
         """Where weights come from, if the trainer is on another device."""
         self.llm = LLM(
             model=str(setup.model),
-            load_format="dummy",
+            load_format="auto" if setup.fixed else "dummy",
             skip_tokenizer_init=True,
             dtype=rollout.dtype.value,
-            tensor_parallel_size=rollout.tensor_parallel,
             enforce_eager=rollout.enforce_eager,
             max_model_len=setup.max_model_len,
             max_num_seqs=rollout.max_num_seqs,
-            kv_cache_memory_bytes=int(rollout.kv_cache_gb * 2**30),
             worker_extension_cls="rlhf.backends.vllm.extension.WeightUpdates",
             logprobs_mode="processed_logprobs",  # of the distribution the tokens were drawn from
             seed=setup.seed,
-            **(ON_A_SHARED_GPU if self.sleeps else {}),
+            enable_sleep_mode=self.sleeps,
+            **replica_options(rollout.tensor_parallel, rollout.kv_cache_gb),
         )
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
         """From here until `finish_update` the engine holds no usable weights."""
+        assert not self.setup.fixed
         self._wake("weights")
         self.version = self._arriving = None
         self._missing = set(self._expected)
@@ -118,12 +130,42 @@ class VllmEngine:
         Raises:
             StaleWeights: the engine holds another version.
         """
+        requests, sampling = self._requests(prompts, version, greedy)
+        outputs = self.llm.generate(requests, sampling, use_tqdm=False)
+        return self._rollouts(prompts, list(range(len(prompts))), outputs)
+
+    def stream(self, prompts: Prompts, version: int) -> Iterator[Rollouts]:
+        """The rollouts of `generate` in up to `PARTS` parts, as they are finished. vLLM is asked for the whole batch at
+        once here, too.
+
+        Raises:
+            StaleWeights: the engine holds another version.
+        """
+        requests, sampling = self._requests(prompts, version, greedy=False)
+        ids = self.llm.enqueue(requests, sampling, use_tqdm=False)
+        number = {name.partition("-")[0]: row for row, name in enumerate(ids)}  # vLLM's own names have a suffix
+        enough = -(-len(prompts) // PARTS)
+        rows: list[int] = []
+        outputs: list[Any] = []
+        while self.llm.llm_engine.has_unfinished_requests():
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    rows.append(number[output.request_id])
+                    outputs.append(output)
+            if len(rows) >= enough:
+                yield self._rollouts(prompts, rows, outputs)
+                rows, outputs = [], []
+        if rows:
+            yield self._rollouts(prompts, rows, outputs)
+
+    def _requests(self, prompts: Prompts, version: int, greedy: bool) -> tuple[list[Any], list[Any]]:
+        """vLLM's prompts and sampling options."""
         from vllm import SamplingParams
 
         if version != self.version:
             raise StaleWeights(f"asked to generate with weights of version {version}, the engine holds {self.version}")
         rollout = self.setup.rollout
-        requests = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts.rows()]
+        requests: list[Any] = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts.rows()]
         sampling = [
             SamplingParams(
                 temperature=0.0 if greedy else rollout.temperature,
@@ -136,24 +178,45 @@ class VllmEngine:
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=False,
+                logit_bias=self._forbidden or None,
             )
             for seed in prompts.seeds
         ]
-        outputs = [request.outputs[0] for request in self.llm.generate(requests, sampling, use_tqdm=False)]
+        return requests, sampling
+
+    def _rollouts(self, prompts: Prompts, rows: list[int], requests: list[Any]) -> Rollouts:
+        """What vLLM answered to some of the prompts."""
+        assert self.version is not None
+        outputs = [request.outputs[0] for request in requests]
         responses = [np.asarray(output.token_ids, dtype=np.int32) for output in outputs]
         # Each position lists the sampled token first.
         logprobs = [
             np.asarray(output.logprobs.logprobs, dtype=np.float32)[output.logprobs.start_indices] for output in outputs
         ]
-        sequences = Sequences.join(prompts.sample_ids, prompts.rows(), responses, logprobs)
-        return Rollouts(version, sequences, np.array([output.finish_reason == "stop" for output in outputs]))
+        every = list(prompts.rows())
+        sequences = Sequences.join(prompts.sample_ids[rows], [every[row] for row in rows], responses, logprobs)
+        finished = np.array([output.finish_reason == "stop" for output in outputs])
+        return Rollouts(self.version, sequences, finished)
 
 
-ON_A_SHARED_GPU = {
-    "enable_sleep_mode": True,
-    # vLLM wants this share of the memory to be free when it starts. The cache has a size of its own.
-    "gpu_memory_utilization": 0.01,
-}
+def replica_options(tensor_parallel: int, kv_cache_gb: float) -> dict[str, Any]:
+    """Options of `vllm.LLM` for its cache and the processes that share it: this one, or as many children of it.
+
+    Args:
+        kv_cache_gb: of all of them together, in GiB.
+    """
+    from vllm.platforms import current_platform
+
+    options: dict[str, Any] = {
+        "tensor_parallel_size": tensor_parallel,
+        "kv_cache_memory_bytes": int(kv_cache_gb * 2**30 / tensor_parallel),
+    }
+    if tensor_parallel > 1:
+        options["distributed_executor_backend"] = "mp"  # in a Ray actor vLLM would start actors of its own
+    if current_platform.is_cuda():
+        # vLLM wants this share of the memory to be free when it starts. The cache has a size, so nothing depends on it.
+        options["gpu_memory_utilization"] = 0.01
+    return options
 
 
 def tensor_names(folder: Path) -> frozenset[str]:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rlhf.backends.scores import PackedScores
+from rlhf.backends.vllm.engine import replica_options
 from rlhf.backends.vllm.setup import ScorerSetup
 from rlhf.batching import response_rows
 from rlhf.distill.fullvocab import HiddenScores
@@ -43,9 +44,9 @@ class VllmScorer:
             enforce_eager=setup.engine.enforce_eager,
             max_model_len=setup.max_model_len,
             max_num_seqs=setup.engine.max_num_seqs,
-            kv_cache_memory_bytes=int(setup.engine.kv_cache_gb * 2**30),
             enable_prefix_caching=False,  # rows of a cached prefix would be missing
             seed=setup.seed,
+            **replica_options(setup.tensor_parallel, setup.engine.kv_cache_gb),
         )
         self.head: Tensor | None = None
         if setup.head is not None:

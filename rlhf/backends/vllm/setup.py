@@ -16,7 +16,7 @@ class EngineSetup:
     """Plain data, so that it travels."""
 
     model: Path
-    """The checkpoint it starts from; the trainer's weights replace its own before the first generation."""
+    """The checkpoint it starts from; unless `fixed`, the trainer's weights replace its own before it generates."""
     rollout: VllmRollout
     max_model_len: int
     """Longest prompt + response in tokens."""
@@ -24,6 +24,10 @@ class EngineSetup:
     seed: int
     shares_device: bool
     """The trainer is on the same device: the engine sleeps while it trains."""
+    fixed: bool = False
+    """It keeps the checkpoint's weights, as version 0: a teacher that writes."""
+    vocab: int | None = None
+    """Tokens it may write: 0 to this; None: all it has."""
 
 
 @dataclass(frozen=True)
@@ -41,3 +45,5 @@ class ScorerSetup:
     vocab: int
     """The teacher's vocabulary."""
     seed: int
+    tensor_parallel: int = 1
+    """Devices of the replica."""

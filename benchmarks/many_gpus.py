@@ -1,0 +1,158 @@
+"""The layouts of several GPUs, timed: the same distillation job on one GPU and on two.
+
+    python benchmarks/many_gpus.py FOLDER                                  # all layouts, 20 steps each
+    python benchmarks/many_gpus.py FOLDER --layouts separate ahead         # adds to what the record holds
+
+FOLDER holds `student` and `teacher`, Hugging Face checkpoints with one tokenizer. Those that aren't there are made:
+Qwen3-0.6B's and Qwen3-4B's shapes with random weights, and the tokenizer of SmolLM2 (49,152 tokens; as in Qwen's own
+checkpoints, the model has rows for more). Random weights are as fast as trained ones. What they learn means nothing,
+but the same losses on every layout do. Responses have their full length, since nothing makes a random model stop.
+
+The record is benchmarks/results/many_gpus.json. Seconds, and tokens a second, are means over the steps after the
+warm-up (the first `WARM_UP` steps).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+WARM_UP = 3
+LOSSES = 5
+BYTES = 2
+"""Of a number in bfloat16."""
+SHAPES = {
+    "student": dict(
+        hidden_size=1024, num_hidden_layers=28, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8
+    ),
+    "teacher": dict(
+        hidden_size=2560, num_hidden_layers=36, intermediate_size=9728, num_attention_heads=32, num_key_value_heads=8
+    ),
+}
+"""Of Qwen3-0.6B and Qwen3-4B, as far as they differ."""
+JOB = [
+    *("model=hf", "data=reasoning_gym", "data.max_length=256"),
+    *("cluster.device=cuda", "cluster.start_timeout_s=500", "train.dtype=bfloat16", "rollout.dtype=bfloat16"),
+    *("train.global_batch_samples=64", "train.micro_batch_tokens=16384", "train.lr=1e-5"),
+    *("rollout.max_new_tokens=512", "rollout.max_num_seqs=64", "rollout.kv_cache_gb=16"),
+    *("rollout.logprob_gap_warning=1.0", "eval.samples=0", "run.seed=1"),
+]
+TOP_K = ["distill=topk", "distill.k=64"]
+STANDALONE = ["teacher=standalone", "teacher.engine.dtype=bfloat16", "teacher.engine.kv_cache_gb=16"]
+LAYOUTS = {
+    "one": TOP_K,
+    "tp2": [*TOP_K, "train.gpus=2", "train.tensor_parallel=2", "rollout.gpus=2"],
+    "dp2": [*TOP_K, "train.gpus=2", "rollout.gpus=2"],
+    "separate": [*TOP_K, "placement=separate"],
+    "ahead": [*TOP_K, "placement=separate", "placement.max_staleness=1"],
+    "standalone_topk": [*TOP_K, *STANDALONE],
+    "standalone_fullvocab": ["distill=fullvocab", *STANDALONE],
+}
+
+
+def make_checkpoint(folder: Path, shape: dict[str, int], seed: int) -> None:
+    """Qwen3 of a shape with random weights, and a tokenizer of fewer tokens."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    from rlhf import assets
+
+    tokenizer = AutoTokenizer.from_pretrained(assets.resolve(assets.BUILT_IN))
+    config = Qwen3Config(
+        **shape,
+        vocab_size=151_936,
+        head_dim=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(seed)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def measure(run_dir: Path, student_bytes: int) -> dict[str, float]:
+    """The numbers of a finished run."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = sorted((row for row in rows if "train/loss" in row), key=lambda row: row["step"])
+    measured = {f"loss_{row['step']}": row["train/loss"] for row in steps[:LOSSES]}
+    timed = steps[min(WARM_UP, len(steps) - 1) :]
+    names = sorted({name for row in timed for name in row if name.startswith(("time/", "ahead/", "perf/"))})
+    for name in names:
+        values = [row[name] for row in timed if name in row]
+        measured[name.replace("time/", "seconds/")] = round(sum(values) / len(values), 4)
+    if seconds := measured.get("seconds/sync"):
+        measured["weight_push_gb_per_second"] = round(student_bytes / 1e9 / seconds, 3)
+    gaps = [row["rollout/logprob_gap_mean"] for row in steps if "rollout/logprob_gap_mean" in row]
+    return measured | ({"largest_logprob_gap_mean": max(gaps)} if gaps else {})
+
+
+def run_layout(name: str, models: list[str], steps: int, student_bytes: int) -> dict[str, float]:
+    """One run of the command, in a folder that is deleted afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "rlhf.launch", *JOB, *models, *LAYOUTS[name], f"run.steps={steps}"]
+        done = subprocess.run([*command, f"run.name={name}"], cwd=folder, capture_output=True, text=True)
+        print(done.stdout[-3000:], flush=True)
+        if done.returncode:
+            raise SystemExit(f"layout {name}: {done.stderr[-3000:]}")
+        return measure(Path(folder) / "outputs" / name, student_bytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--record", type=Path, default=Path(__file__).parent / "results" / "many_gpus.json")
+    arguments = parser.parse_args()
+    for seed, (role, shape) in enumerate(SHAPES.items()):
+        folder = arguments.folder / role
+        if not folder.exists():
+            print(f"making {folder}", flush=True)
+            unfinished = folder.with_name(f".{role}.unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            make_checkpoint(unfinished, shape, seed)
+            unfinished.rename(folder)
+    student, teacher = ((arguments.folder / role).resolve() for role in SHAPES)
+    student_bytes = sum(file.stat().st_size for file in student.glob("*.safetensors"))
+    record = arguments.record
+    metrics = json.loads(record.read_text())["metrics"] if record.exists() else {}
+    for name in arguments.layouts:
+        models = [f"model.path={student}", f"teacher.model={teacher}"]
+        numbers = run_layout(name, models, arguments.steps, student_bytes)
+        metrics = {key: value for key, value in metrics.items() if not key.startswith(f"{name}/")}
+        metrics |= {f"{name}/{key}": value for key, value in numbers.items()}
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(content(metrics, arguments.steps), indent=2) + "\n")  # each layout, as it is done
+        print(f"{name}: {json.dumps(numbers)}", flush=True)
+
+
+def content(metrics: dict[str, float], steps: int) -> dict[str, Any]:
+    """The record."""
+    import torch
+
+    packages = ("torch", "vllm", "ray", "megatron-core", "transformers")
+    return {
+        "name": "many_gpus",
+        "command": f"python benchmarks/many_gpus.py FOLDER --steps {steps}",
+        "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "metrics": metrics,
+    }
+
+
+if __name__ == "__main__":
+    main()

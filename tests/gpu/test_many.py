@@ -1,0 +1,106 @@
+"""Several GPUs: every layout trains as one GPU does. Needs two GPUs; about a minute a layout.
+
+Each layout runs the command for three steps and writes its samples down. One process on one GPU, with the teacher
+beside the student, then takes the same steps on the same samples: the losses must be the same, whoever scored and
+wherever the student's parts were. That the engines had the weights they should is in the runs' own numbers: sampler
+and trainer agree about every token.
+
+    python -m pytest -m gpu tests/gpu/test_many.py
+    python -m pytest -m gpu tests/gpu/test_many.py -k "separate or standalone"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.report.summary import read as read_summary
+from tests.integration.runs import launch, metrics_of
+from tests.unit.tiny import save_tiny_llama
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 3
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+TOP_K = ["distill=topk", "distill.k=16"]
+FULL = ["distill=fullvocab"]
+STANDALONE = ["teacher=standalone", "teacher.engine.dtype=bfloat16"]
+SEPARATE = ["placement=separate"]
+TWO = ["train.gpus=2", "rollout.gpus=2"]
+LAYOUTS = {
+    "colocate-tp2": ("float32", TOP_K, [*TWO, "train.tensor_parallel=2"]),
+    "colocate-tp2-bfloat16": ("bfloat16", TOP_K, [*TWO, "train.tensor_parallel=2"]),
+    "colocate-dp2": ("float32", TOP_K, TWO),
+    "colocate-dp2-sharded": ("bfloat16", FULL, [*TWO, "train.distributed_optimizer=true"]),
+    "separate": ("bfloat16", TOP_K, SEPARATE),
+    "separate-ahead": ("bfloat16", TOP_K, [*SEPARATE, "placement.max_staleness=1"]),
+    "standalone-topk": ("bfloat16", TOP_K, STANDALONE),
+    "standalone-fullvocab": ("bfloat16", FULL, STANDALONE),
+}
+"""Name -> the trainer's number format, what is asked of the teacher, and who is where."""
+REPLAY = """
+import json, sys
+from pathlib import Path
+from rlhf.config.train import DType
+from tests.gpu.replay import replayed_losses
+overrides = json.loads(sys.argv[3])
+print("LOSSES", json.dumps(replayed_losses(Path(sys.argv[1]), overrides, DType[sys.argv[2]])))
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A student and another teacher, small, but with heads and layers enough to be split."""
+    folder = tmp_path_factory.mktemp("world")
+    shape = dict(hidden=512, heads=8, kv_heads=2, intermediate=1024)
+    student = save_tiny_llama(folder / "student", tied=True, layers=4, seed=1, **shape)
+    teacher = save_tiny_llama(folder / "teacher", layers=6, seed=2, **shape)
+    rows = [
+        {"prompt": f"how many boxes make {i} boxes", "response": f"the answer is {i} and no other"} for i in range(40)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        *("model=hf", f"model.path={student}", f"teacher.model={teacher}"),
+        *("data=file", f"data.path={folder / 'rows.jsonl'}", "data.max_length=64"),
+        *("rollout.max_new_tokens=32", "rollout.dtype=bfloat16", "rollout.kv_cache_gb=1", "logger.rollouts=true"),
+        *("train.global_batch_samples=8", "train.micro_batch_tokens=512", "train.lr=1e-4", "eval.samples=4"),
+        *("cluster.device=cuda", f"run.steps={STEPS}", "run.seed=3"),
+    ]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_as_one_gpu_does(name: str, world: list[str], tmp_path: Path) -> None:
+    dtype, distill, layout = LAYOUTS[name]
+    alone = [*world, f"train.dtype={dtype}", *distill]
+    done = launch([*alone, *layout, f"run.name={name}"], tmp_path, timeout=500)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "outputs" / name
+    steps = metrics_of(run_dir)
+    losses = [steps[step]["train/loss"] for step in range(1, STEPS + 1)]
+    expected = replay(run_dir, alone, dtype)
+    print(f"{name}: losses {losses}, on one GPU {expected}, roles {read_summary(run_dir).roles}")
+    assert losses == pytest.approx(expected, abs=TOLERANCE[dtype])
+    assert len(set(losses)) == STEPS
+    ahead = "ahead" in name
+    for step in range(1, STEPS + 1):
+        assert steps[step]["rollout/staleness"] == (1 if ahead and step > 1 else 0)
+        if not ahead:  # where weights are older, so are their log-probabilities
+            assert steps[step]["rollout/logprob_gap_mean"] < 0.1
+    assert steps[STEPS]["eval/forward_kl"] < steps[0]["eval/forward_kl"]
+
+
+def replay(run_dir: Path, overrides: list[str], dtype: str) -> list[float]:
+    """Losses of one process on the first GPU, in a process of its own."""
+    command = [sys.executable, "-c", REPLAY, str(run_dir), dtype, json.dumps(overrides)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("LOSSES ")]
+    losses: list[float] = json.loads(line.removeprefix("LOSSES "))
+    return losses
