@@ -35,13 +35,13 @@ class Inputs:
     student: Path
     teacher: Path | None
     architecture: Architecture
-    adapter: Adapter | None
-    """The student's LoRA adapter; None: every weight is trained."""
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     dataset: Dataset
     steps: int
     """Optimizer steps of the run, whether `run.steps` or `run.epochs` says so."""
+    adapter: Adapter | None = None
+    """The student's LoRA adapter; None: every weight is trained."""
 
     @property
     def base_teaches(self) -> bool:
@@ -91,7 +91,7 @@ def check_inputs(run: Run) -> Inputs:
             "eval.accuracy=true needs held-out rows with a verifier, which data=reasoning_gym has; use "
             "eval.accuracy=null"
         )
-    return Inputs(student, teacher, architecture, adapter, tokenizer, stop_token_ids, dataset, _steps(run, dataset))
+    return Inputs(student, teacher, architecture, tokenizer, stop_token_ids, dataset, _steps(run, dataset), adapter)
 
 
 def name_of_base(run: Run, student: Path) -> str:

@@ -19,7 +19,7 @@ from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Run
 from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher, TeacherEngine
 from rlhf.config.train import Train
-from rlhf.memory import longest_sample
+from rlhf.memory import GIB, longest_sample, training_bytes
 from rlhf.placements.layout import Layout, by_node
 from rlhf.preflight import Inputs
 from rlhf.sources.ahead import Background
@@ -152,7 +152,8 @@ def describe(run: Run, inputs: Inputs, shared: bool) -> list[str]:
         engine = f"engine: {its}, vLLM, {run.engine.dtype.value}"
     return [
         f"trainer: {run.train.gpus} x {kind}{shared_by(run.train)}, Megatron-core, {run.train.dtype.value}, student "
-        f"{run.model.path}{without}{describe_adapter(inputs)}",
+        f"{run.model.path}{without}{describe_adapter(inputs)}; weights, gradients and optimizer states: "
+        f"{training_bytes(inputs.architecture, inputs.adapter, run.train) / GIB:.2g} GiB a device",
         f"teacher: {describe_teacher(run.teacher, kind, inputs.base_teaches)}",
         engine,
     ]

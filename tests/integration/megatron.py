@@ -16,6 +16,7 @@ from rlhf.backends.megatron.adapters import Adapter, factor_shapes
 from rlhf.backends.megatron.architecture import Architecture
 from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.setup import TrainerSetup
+from rlhf.backends.megatron.teachers import AverageAdapterTeacher
 from rlhf.backends.megatron.trainer import MegatronTrainer
 from rlhf.batching import plan_batch, token_mean_weights
 from rlhf.config.distill import Tail
@@ -161,8 +162,10 @@ def random_factors(architecture: Architecture, adapter: Adapter, seed: int = 5) 
 
 
 def set_factors(trainer: MegatronTrainer, factors: dict[str, Tensor]) -> None:
-    """Put an adapter, by peft's names, on a trainer that hasn't taken a step."""
+    """Put an adapter, by peft's names, on a trainer that hasn't taken a step, as if it had begun there."""
     with megatron_device():
         model = trainer.student
         lora.fill(model.module, model.architecture, factors.__getitem__, model.partition)
         trainer.optimizer.reload_model_params()
+        if isinstance(trainer.teacher, AverageAdapterTeacher):
+            trainer.teacher = AverageAdapterTeacher(model, trainer.teacher.decay)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf.backends.megatron.adapters import Adapter
+from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.model import architecture_of
 from rlhf.backends.megatron.trainer import MegatronTrainer
 from rlhf.config.teacher import SelfTeacher
@@ -158,8 +159,22 @@ def round_trip(source: Path, target: Path, train: Train, rank: int = 0, store: A
     end_groups()
 
 
-def all_cases(rank: int, world_size: int, store: Any, folder: Path) -> dict[str, Outcome]:
-    found = {}
+def masks(folder: Path, layout: dict[str, Any], rank: int, store: Any) -> dict[str, np.ndarray]:
+    """The dropout that this rank draws before a column-parallel and a row-parallel layer."""
+    end_groups()
+    setup = trainer_setup(folder / "qwen3", folder / "teacher", train=Train(**layout), adapter=adapter_of(dropout=0.5))
+    mlp = MegatronTrainer(setup, rank, store).student.module.decoder.layers[0].mlp
+    with megatron_device():
+        drawn = {
+            name: linear.adapter.dropped(torch.ones(64)).numpy()
+            for name, linear in (("column", mlp.linear_fc1), ("row", mlp.linear_fc2))
+        }
+    end_groups()
+    return drawn
+
+
+def all_cases(rank: int, world_size: int, store: Any, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for name, case in (CASES | IN_BFLOAT16).items():
         found[name] = train_case(case, folder, rank, dist.PrefixStore(name, store))
     for family in SHAPES:
@@ -167,7 +182,22 @@ def all_cases(rank: int, world_size: int, store: Any, folder: Path) -> dict[str,
             name = f"{family}-{dtype.name}"
             train = Train(dtype=dtype, **TP2)
             round_trip(folder / family, folder / f"{name}-again", train, rank, dist.PrefixStore(name, store))
+    for name, layout in MASKED.items():
+        found[f"masks-{name}"] = masks(folder, layout, rank, dist.PrefixStore(f"masks-{name}", store))
     return found
+
+
+MASKED = {"tp2": TP2 | PADDED, "tp2-sp": TP2_SP, "dp2": DP2}
+
+
+@pytest.mark.parametrize(("name", "same"), [("tp2", {"column"}), ("tp2-sp", set()), ("dp2", set())])
+def test_ranks_drop_the_same_of_the_same_inputs(name: str, same: set[str], outcomes: list[dict[str, Any]]) -> None:
+    """Without sequence parallelism, ranks of one model read all of a column-parallel layer's inputs; all other inputs
+    are theirs alone."""
+    first, second = (outcome[f"masks-{name}"] for outcome in outcomes)
+    for kind in ("column", "row"):
+        assert set(first[kind]) == {0.0, 2.0}
+        assert np.array_equal(first[kind], second[kind]) == (kind in same), kind
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +257,7 @@ def test_bfloat16_stays_close(name: str, folder: Path, outcomes: list[dict[str, 
 
 def test_the_cases_are_what_they_should_be(outcomes: list[dict[str, Outcome]]) -> None:
     """Training moved the models, and data-parallel ranks had different numbers of micro-batches somewhere."""
-    for outcome in outcomes[0].values():
+    for outcome in (outcomes[0][name] for name in CASES | IN_BFLOAT16):
         assert outcome.steps[0]["train/loss"] > 0.001
         assert outcome.steps[0]["train/grad_norm"] > 0.01
         assert len({step["train/loss"] for step in outcome.steps}) == STEPS

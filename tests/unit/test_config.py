@@ -348,6 +348,24 @@ CONTRADICTIONS = {
     "teacher=standalone teacher.engine=5": "teacher.engine: a section; set its keys one by one",
     "teacher=standalone model=hf model.path=x": "the default teacher goes with the default student only; name yours: "
     "teacher.model=FOLDER (a Hugging Face checkpoint with the student's tokenizer)",
+    "model.lora.alpha=8": "model.lora.alpha=8.0 has no effect with model.lora.rank=0 (no adapters); use "
+    "model.lora.rank=16, or leave model.lora.alpha=32.0",
+    "model.lora.save=merged": "model.lora.save=merged has no effect with model.lora.rank=0 (no adapters)",
+    "model.lora.target=mlp": "model.lora.target=mlp has no effect with model.lora.rank=0 (no adapters)",
+    "model.lora.path=a model.lora.rank=8": "model.lora.rank=8 has no effect with model.lora.path, whose adapter brings "
+    "its own; leave out model.lora.path, or leave model.lora.rank=0",
+    "model.lora.rank=-1": "model.lora.rank must be at least 0, got -1",
+    "model.lora.rank=8 model.lora.alpha=0": "model.lora.alpha must be greater than 0, got 0.0",
+    "model.lora.rank=8 model.lora.dropout=1": "model.lora.dropout must be in [0, 1), got 1.0",
+    "model.lora.rank=8 model.lora.target=[q_proj,lm_head]": "model.lora.target=[q_proj,lm_head]: embedding and LM head "
+    "are never adapted; use all-linear, attention, mlp or a list of q_proj, ",
+    "model.lora.rank=8 model.lora.target=[attention,up_proj]": "attention is no module that can be adapted; use ",
+    "model.lora.rank=8 model.lora.target=qproj": "model.lora.target=qproj: qproj is no module that can be adapted; use",
+    "model.lora.rank=8 model.lora.target=[]": "model.lora.target=[] names nothing; use all-linear",
+    "model.lora.rank=8 model.lora.target=[q_proj,q_proj]": "model.lora.target=[q_proj,q_proj] names a module twice",
+    "model.lora.rank=8 model.lora.target=[[q_proj]]": "['q_proj'] is no module that can be adapted; use",
+    "model.lora.path=''": "model.lora.path is empty; write e.g. model.lora.path=FOLDER",
+    "model.lora.rnk=8": "unknown key model.lora.rnk; model.lora has alpha, dropout, path, rank, save, target",
     "placement=separate placement.max_staleness=2": "placement.max_staleness must be in [0, 1], got 2",
     "run.epochs=2": "run.steps=16 and run.epochs=2 both say how long the run is; keep one: run.steps=null "
     "run.epochs=2, or run.epochs=null",

@@ -158,7 +158,8 @@ def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     every layout begins alike."""
     tensor = torch.zeros(shape)
     if ".lora_A." in name:
-        generator = torch.Generator().manual_seed((seed << 32) | zlib.crc32(name.encode()))
+        # torch's generator on CPU takes the lower 32 bits of a seed.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
     return tensor
 
