@@ -36,8 +36,10 @@ def test_the_summary_says_what_is_trained(tmp_path: Path) -> None:
     run = run_of(tmp_path, model=Model(path="student", lora=Lora(rank=4)), teacher=ColocatedTeacher(model="student"))
     same = replace(inputs_of(), teacher=inputs_of().student, adapter=ADAPTER)
     trainer, teacher, _ = describe(run, same, shared=True)
-    trained, base = 30 * 4 * (2 * 576 + 576 + 192), 30 * (2 * 576 * (576 + 192) + 3 * 576 * 1536 + 2 * 576) + 576
-    every = base + 2 * 49152 * 576 + trained
+    trained = 30 * 4 * (2 * 576 + 576 + 192)
+    layer = 2 * 576 * (576 + 192) + 3 * 576 * 1536 + 2 * 576
+    base = 30 * layer + 576 + 2 * 49152 * 576
+    every = base + trained
     assert (
         f"student student, LoRA of rank 4 on q_proj, v_proj: {trained:,} of {every:,} parameters are trained (0.14%); "
         f"weights, gradients and optimizer states: {(4 * every + 12 * trained) / 2**30:.2g} GiB a device"
