@@ -30,6 +30,8 @@ SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Everything of a checkpoint folder that isn't weights: configuration, tokenizer, chat template."""
 WANTED = [*SIDE_FILES, "*.safetensors"]
 """What is downloaded of a hub's checkpoint."""
+BARE_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+"""`org/name`, on the Hugging Face hub."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -50,8 +52,8 @@ def resolve(path: str, drop_layers: Sequence[int] = (), key: str = "model.path")
         is_folder, exists = folder.is_dir(), folder.exists()
     except (OSError, RuntimeError) as error:  # RuntimeError: `~` where no home folder is known
         raise ModelError(f"{key}={path} can't be looked up: {one_line(error)}") from error
-    if (on_hub := hub.hub_id(path, key)) is not None:
-        source = _hub(on_hub.name, key) if on_hub.scheme == "hf" else _modelscope(on_hub.name, key)
+    if (named := hub.hub_id(path, key)) is not None:
+        source = _hub(named.name, key) if named.scheme == "hf" else _modelscope(named.name, key)
     elif is_folder:
         source = folder.resolve()
     elif path.startswith("pypi://"):
@@ -60,7 +62,7 @@ def resolve(path: str, drop_layers: Sequence[int] = (), key: str = "model.path")
         raise ModelError(
             f"{key}={path} is a file; give the Hugging Face folder that holds config.json and *.safetensors"
         )
-    elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
+    elif re.fullmatch(BARE_ID, path):
         source = _hub(path, key)
     else:
         raise ModelError(
@@ -75,6 +77,14 @@ def resolve(path: str, drop_layers: Sequence[int] = (), key: str = "model.path")
         )
     weight_files(source)
     return _without_layers(source, drop_layers) if drop_layers else source
+
+
+def on_hub(path: str, key: str) -> bool:
+    """Whether `path` is the id of a model on the Hugging Face hub, and not a folder."""
+    named = hub.hub_id(path, key)
+    if named is not None:
+        return named.scheme == "hf"
+    return not Path(path).expanduser().exists() and re.fullmatch(BARE_ID, path) is not None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatches
+from rlhf.backends.megatron.adapters import parameters
 from rlhf.checkpoint import BEST, Checkpoints
 from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.placement import Separate
@@ -162,7 +163,7 @@ def train(
         roles=roles.described,
         versions=versions(),
     )
-    publish(summary, run, folder, log)
+    publish(summary, run, inputs, folder, log)
     return summary.eval_after.get("eval/forward_kl")
 
 
@@ -245,11 +246,13 @@ def verifier_of(run: Run, inputs: Inputs) -> Callable[[np.ndarray, int], bool] |
     return lambda tokens, row: solves(decode(tokens, skip_special_tokens=True), columns[row])
 
 
-def publish(summary: report.RunSummary, run: Run, folder: Path, log: MetricLog) -> None:
+def publish(summary: report.RunSummary, run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> None:
     """The outcome: in every sink, in files, and on the terminal."""
     report.write(summary, folder)
     resumed = {} if summary.resumed_from is None else {"resumed_from": summary.resumed_from}
-    log.summary({**summary.eval_after, "steps": summary.steps, "seconds": summary.seconds, **resumed})
+    trained, every = parameters(inputs.architecture, inputs.adapter)
+    size = {"parameters": every, "trained_parameters": trained, "trained_share": trained / every}
+    log.summary({**summary.eval_after, "steps": summary.steps, "seconds": summary.seconds, **size, **resumed})
     log.close()
     if run.logger.jsonl:
         try:

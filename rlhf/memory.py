@@ -6,11 +6,12 @@ import math
 
 import psutil
 
+from rlhf.backends.megatron.adapters import Adapter, parameters
 from rlhf.backends.megatron.architecture import Architecture
 from rlhf.config.cluster import Device
 from rlhf.config.run import Run
 from rlhf.config.teacher import StandaloneTeacher
-from rlhf.config.train import DType
+from rlhf.config.train import DType, Train
 from rlhf.errors import ConfigError
 
 GIB = 2**30
@@ -61,6 +62,20 @@ def check_cache(key: str, size_gb: float, longest: int, architecture: Architectu
             f"{key}={size_gb:g} can't hold one sample of {longest} tokens; use at least "
             f"{math.ceil(least * 1000) / 1000:g}"
         )
+
+
+def training_bytes(architecture: Architecture, adapter: Adapter | None, train: Train) -> int:
+    """Bytes of a device's weights, gradients and optimizer states, without activations and without a teacher's weights.
+
+    A frozen base (LoRA) is weights alone. Trained parameters have float32 gradients and two float32 moments, and in
+    bfloat16 a float32 main copy. Tensor-parallel devices split all of it (but the few numbers of norms and of copied
+    factors, which are left out here); the distributed optimizer splits moments and main copies over the model's copies.
+    """
+    trained, every = parameters(architecture, adapter)
+    in_bfloat16 = train.dtype is DType.bfloat16
+    weights, states = (2, 12) if in_bfloat16 else (4, 8)
+    shares = train.data_parallel if train.distributed_optimizer else 1
+    return (weights * every + 4 * trained + states * trained // shares) // train.tensor_parallel
 
 
 def longest_sample(run: Run) -> int:

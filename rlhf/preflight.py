@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf import assets, tokenizers
+from rlhf.backends.megatron import adapters
+from rlhf.backends.megatron.adapters import Adapter
 from rlhf.backends.megatron.architecture import Architecture, refuse_unknown_fields
 from rlhf.backends.megatron.tensors import check_weights
 from rlhf.batching import steps_of
@@ -40,6 +42,13 @@ class Inputs:
     """Optimizer steps of the run, whether `run.steps` or `run.epochs` says so."""
     teacher_stop_token_ids: tuple[int, ...] = ()
     """What ends a response that the teacher writes: its own end-of-sequence tokens as well; () where it writes none."""
+    adapter: Adapter | None = None
+    """The student's LoRA adapter; None: every weight is trained."""
+
+    @property
+    def base_teaches(self) -> bool:
+        """Student and teacher are one checkpoint, of which the student trains an adapter only."""
+        return self.adapter is not None and self.teacher == self.student
 
 
 def check_inputs(run: Run) -> Inputs:
@@ -51,6 +60,7 @@ def check_inputs(run: Run) -> Inputs:
     name = f"model.path={run.model.path}"
     student, architecture = check_student(run.model.path, run.model.drop_layers)
     own = teachers_prompts(run) if isinstance(run.teacher, SelfTeacher) else {}
+    adapter = adapters.resolve(run.model.lora, architecture, name_of_base(run, student))
     _check_lengths(run, architecture, name, {**students_prompts(run), **own})
     _check_divisible("train.tensor_parallel", run.train.tensor_parallel, architecture, name)
     if run.engine is not None:
@@ -90,8 +100,22 @@ def check_inputs(run: Run) -> Inputs:
             "eval.accuracy=null"
         )
     return Inputs(
-        student, teacher, architecture, tokenizer, stop_token_ids, dataset, _steps(run, dataset), teacher_stops
+        student,
+        teacher,
+        architecture,
+        tokenizer,
+        stop_token_ids,
+        dataset,
+        _steps(run, dataset),
+        teacher_stops,
+        adapter,
     )
+
+
+def name_of_base(run: Run, student: Path) -> str:
+    """How an adapter of the student names its base: as the hub does, else the folder."""
+    on_hub = assets.on_hub(run.model.path, "model.path") and not run.model.drop_layers
+    return run.model.path.removeprefix("hf://") if on_hub else str(student)
 
 
 def can_be_verified(dataset: Dataset) -> bool:
@@ -168,6 +192,11 @@ def _check_teacher(run: Run, student: Path, architecture: Architecture, tokenize
             check_cache("teacher.generation.kv_cache_gb", run.writer.kv_cache_gb, longest, teacher, engine.dtype)
     else:
         _check_divisible("train.tensor_parallel", run.train.tensor_parallel, teacher, name)
+        if folder == student and run.model.lora.enabled and run.teacher.offload:
+            raise ConfigError(
+                f"teacher.offload=true has no effect with {name}: the teacher is the student's own base, with the "
+                "adapter switched off; use teacher.offload=false"
+            )
     try:
         tokenizers.check_same_tokens(student, folder)
     except ModelError as error:

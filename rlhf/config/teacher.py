@@ -122,7 +122,8 @@ class SelfTeacher:
 
     ema_decay: float | None = None
     """Score with a moving average of the student's weights instead, which keeps this much of itself at every optimizer
-    step, e.g. 0.99; 1 is the student as it was at the start. Takes a second copy. null: the live weights."""
+    step, e.g. 0.99; 1 is the student as it was at the start. Takes a second copy; with `model.lora` one of the adapter
+    only, whose factors are averaged. null: the live weights."""
 
     def __post_init__(self) -> None:
         if self.ema_decay is not None:

@@ -8,6 +8,7 @@ from rlhf.algos.objective import Objective
 from rlhf.assets import read_config
 from rlhf.backends.actors import RayEngine, RayTrainer
 from rlhf.backends.cluster import RayCluster
+from rlhf.backends.megatron.adapters import parameters
 from rlhf.backends.megatron.architecture import Architecture
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.backends.megatron.tensors import head_name
@@ -19,7 +20,7 @@ from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Run
 from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher, TeacherGeneration
 from rlhf.config.train import Train
-from rlhf.memory import longest_sample
+from rlhf.memory import GIB, longest_sample, training_bytes
 from rlhf.placements.layout import Layout, by_node
 from rlhf.preflight import Inputs
 from rlhf.sources.ahead import Background
@@ -97,7 +98,7 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
     except BaseException:
         cluster.close()
         raise
-    return Roles(trainer, scorer, engine, writer, cluster, describe(run, shared))
+    return Roles(trainer, scorer, engine, writer, cluster, describe(run, inputs, shared))
 
 
 def teacher_devices(run: Run) -> tuple[int, int]:
@@ -111,7 +112,7 @@ def trainer_setup(run: Run, inputs: Inputs, objective: Objective) -> TrainerSetu
     hidden_rows_come = standalone and (isinstance(run.distill, FullVocab) or run.eval.samples > 0)
     return TrainerSetup(
         student=inputs.student,
-        teacher=None if standalone else inputs.teacher,
+        teacher=None if standalone or inputs.base_teaches else inputs.teacher,
         train=run.train,
         objective=objective,
         steps=inputs.steps,
@@ -119,6 +120,8 @@ def trainer_setup(run: Run, inputs: Inputs, objective: Objective) -> TrainerSetu
         offload_teacher=isinstance(run.teacher, ColocatedTeacher) and run.teacher.offload,
         self_teacher=run.teacher if isinstance(run.teacher, SelfTeacher) else None,
         teacher_head=inputs.teacher if hidden_rows_come else None,
+        adapter=inputs.adapter,
+        base_teacher=inputs.base_teaches and not standalone,
     )
 
 
@@ -177,7 +180,7 @@ def scorer_setup(run: Run, inputs: Inputs, spec: StandaloneTeacher, objective: O
     )
 
 
-def describe(run: Run, shared: bool) -> list[str]:
+def describe(run: Run, inputs: Inputs, shared: bool) -> list[str]:
     """One line a role, for the summary."""
     kind = run.cluster.device.value
     without = f" without {len(run.model.drop_layers)} layers" if run.model.drop_layers else ""
@@ -189,17 +192,39 @@ def describe(run: Run, shared: bool) -> list[str]:
         engine = f"engine: {its}, vLLM, {run.engine.dtype.value}"
     return [
         f"trainer: {run.train.gpus} x {kind}{shared_by(run.train)}, Megatron-core, {run.train.dtype.value}, student "
-        f"{run.model.path}{without}",
-        f"teacher: {describe_teacher(run.teacher, kind)}{'' if run.writer is None else ', writes responses'}",
+        f"{run.model.path}{without}{describe_adapter(inputs)}; weights, gradients and optimizer states: "
+        f"{training_bytes(inputs.architecture, inputs.adapter, run.train) / GIB:.2g} GiB a device",
+        f"teacher: {describe_teacher(run.teacher, kind, inputs.base_teaches)}"
+        f"{'' if run.writer is None else ', writes responses'}",
         engine,
     ]
 
 
-def describe_teacher(teacher: ColocatedTeacher | StandaloneTeacher | SelfTeacher, kind: str) -> str:
-    """Whose weights score, and where."""
+def describe_adapter(inputs: Inputs) -> str:
+    """What is trained, if it isn't everything."""
+    adapter = inputs.adapter
+    if adapter is None:
+        return ""
+    trained, every = parameters(inputs.architecture, adapter)
+    return (
+        f", LoRA of rank {adapter.rank} on {', '.join(adapter.modules)}: {trained:,} of {every:,} parameters are "
+        f"trained ({trained / every:.2%})"
+    )
+
+
+def describe_teacher(
+    teacher: ColocatedTeacher | StandaloneTeacher | SelfTeacher, kind: str, is_base: bool = False
+) -> str:
+    """Whose weights score, and where.
+
+    Args:
+        is_base: it is the checkpoint that the student has an adapter on.
+    """
     if isinstance(teacher, StandaloneTeacher):
         return f"{teacher.model}, {teacher.gpus} x {kind} of its own, vLLM, {teacher.engine.dtype.value}"
-    if isinstance(teacher, ColocatedTeacher):
+    if isinstance(teacher, ColocatedTeacher) and is_base:
+        whose = f"{teacher.model}, the student without its adapter"
+    elif isinstance(teacher, ColocatedTeacher):
         whose = f"{teacher.model}{', in host memory between uses' if teacher.offload else ''}"
     elif teacher.ema_decay is None:
         whose = "the student itself"

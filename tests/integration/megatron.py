@@ -7,12 +7,20 @@ from pathlib import Path
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf.algos.gkd import GKDObjective
+from rlhf.backends.megatron import lora
+from rlhf.backends.megatron.adapters import Adapter, factor_shapes
+from rlhf.backends.megatron.architecture import Architecture
+from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.setup import TrainerSetup
+from rlhf.backends.megatron.teachers import AverageAdapterTeacher
+from rlhf.backends.megatron.trainer import MegatronTrainer
 from rlhf.batching import plan_batch, token_mean_weights
 from rlhf.config.distill import Tail
+from rlhf.config.lora import ALL_LINEAR
 from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import Train
 from rlhf.data.table import PromptTable, pack
@@ -122,6 +130,8 @@ def trainer_setup(
     steps: int = 100,
     offload_teacher: bool = False,
     self_teacher: SelfTeacher | None = None,
+    adapter: Adapter | None = None,
+    base_teacher: bool = False,
     **kwargs: object,
 ) -> TrainerSetup:
     return TrainerSetup(
@@ -133,4 +143,29 @@ def trainer_setup(
         seed=0,
         offload_teacher=offload_teacher,
         self_teacher=self_teacher,
+        adapter=adapter,
+        base_teacher=base_teacher,
     )
+
+
+def adapter_of(**values: object) -> Adapter:
+    """LoRA of rank 4 on all linear modules, unless told otherwise."""
+    defaults: dict[str, object] = dict(rank=4, alpha=8.0, dropout=0.0, modules=ALL_LINEAR, base="base")
+    return Adapter(**defaults | values)  # type: ignore[arg-type]
+
+
+def random_factors(architecture: Architecture, adapter: Adapter, seed: int = 5) -> dict[str, Tensor]:
+    """An adapter that has moved: a new one's B is zero, and so is the gradient of its A."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = factor_shapes(architecture, adapter)
+    return {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def set_factors(trainer: MegatronTrainer, factors: dict[str, Tensor]) -> None:
+    """Put an adapter, by peft's names, on a trainer that hasn't taken a step, as if it had begun there."""
+    with megatron_device():
+        model = trainer.student
+        lora.fill(model.module, model.architecture, factors.__getitem__, model.partition)
+        trainer.optimizer.reload_model_params()
+        if isinstance(trainer.teacher, AverageAdapterTeacher):
+            trainer.teacher = AverageAdapterTeacher(model, trainer.teacher.decay)

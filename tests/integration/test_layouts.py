@@ -15,17 +15,23 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from rlhf.backends.megatron.adapters import Adapter
+from rlhf.backends.megatron.device import megatron_device
+from rlhf.backends.megatron.model import architecture_of
 from rlhf.backends.megatron.trainer import MegatronTrainer
 from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import DType, Train
 from rlhf.sources.privileged import as_the_teacher_reads
 from rlhf.types import Metrics
 from tests.integration.megatron import (
+    adapter_of,
     end_groups,
     experience_of,
     privileged_prompts,
+    random_factors,
     random_sequences,
     save_tiny_model,
+    set_factors,
     table_of,
     trainer_setup,
 )
@@ -59,6 +65,9 @@ class Case:
     privileged: bool = False
     """The teacher reads longer prompts of its own, in micro-batches of its own."""
     self_teacher: SelfTeacher | None = None
+    adapter: Adapter | None = None
+    """Begins at `random_factors`."""
+    base_teacher: bool = False
 
 
 CASES = {
@@ -76,12 +85,19 @@ CASES = {
     "dp2-self-topk": Case("qwen3", DP2 | dict(distributed_optimizer=True), 8, 64, True, SelfTeacher()),
     "tp2-sp-self-full": Case("llama-tied", TP2_SP, None, 64, True, SelfTeacher()),
     "tp2-sp-average-full": Case("qwen3", TP2_SP, None, 64, True, SelfTeacher(ema_decay=0.5)),
+    "tp2-padded-lora": Case("llama-biases", TP2 | PADDED, None, adapter=adapter_of()),
+    "tp2-sp-lora": Case("qwen3", TP2_SP, 8, adapter=adapter_of()),
+    "tp2-sp-lora-some": Case("llama-tied", TP2_SP, None, adapter=adapter_of(modules=("k_proj", "v_proj", "up_proj"))),
+    "tp2-sp-lora-base": Case("qwen3", TP2_SP, None, adapter=adapter_of(), base_teacher=True),
+    "tp2-sp-lora-average": Case("qwen3", TP2_SP, None, 64, True, SelfTeacher(ema_decay=0.5), adapter_of()),
+    "dp2-distributed-lora": Case("qwen3", DP2 | dict(distributed_optimizer=True), 8, adapter=adapter_of()),
 }
 
 
 IN_BFLOAT16 = {
     "tp2-sp-bfloat16": Case("qwen3", TP2_SP | dict(dtype=DType.bfloat16), None),
     "dp2-bfloat16": Case("llama-tied", DP2 | dict(dtype=DType.bfloat16, distributed_optimizer=True), 8),
+    "tp2-sp-lora-bfloat16": Case("qwen3", TP2_SP | dict(dtype=DType.bfloat16), None, adapter=adapter_of()),
 }
 
 
@@ -99,10 +115,19 @@ class Outcome:
 def train_case(case: Case, folder: Path, rank: int = 0, store: Any = None) -> Outcome:
     """Three optimizer steps and an evaluation."""
     train = Train(lr=3e-3, weight_decay=0.1, micro_batch_tokens=case.micro_batch_tokens, **case.layout)
-    teacher = None if case.self_teacher else folder / "teacher"
-    setup = trainer_setup(folder / case.family, teacher, train=train, k=case.k, self_teacher=case.self_teacher)
+    setup = trainer_setup(
+        folder / case.family,
+        None if case.self_teacher or case.base_teacher else folder / "teacher",
+        train=train,
+        k=case.k,
+        self_teacher=case.self_teacher,
+        adapter=case.adapter,
+        base_teacher=case.base_teacher,
+    )
     end_groups()  # of a test before
     trainer = MegatronTrainer(setup, rank, store)
+    if case.adapter is not None:
+        set_factors(trainer, random_factors(trainer.student.architecture, case.adapter))
     steps = []
     for step in range(1, STEPS + 1):
         sequences = random_sequences(251, LENGTHS, seed=step)
@@ -121,7 +146,8 @@ def train_case(case: Case, folder: Path, rank: int = 0, store: Any = None) -> Ou
         steps.append(trainer.train(experience))
     plan = experience.minibatches[0].plan
     evaluation = trainer.evaluate(sequences, plan, (asked[0], asked[1][0].plan))
-    weights = {name: tensor.float().clone().numpy() for name, tensor in trainer.student.tensors()}
+    tensors = [*trainer.student.tensors(), *trainer.student.adapter_tensors()]
+    weights = {name: tensor.float().clone().numpy() for name, tensor in tensors}
     end_groups()
     return Outcome(steps, evaluation, weights, [len(micro_batches) for micro_batches in plan.ranks])
 
@@ -133,8 +159,22 @@ def round_trip(source: Path, target: Path, train: Train, rank: int = 0, store: A
     end_groups()
 
 
-def all_cases(rank: int, world_size: int, store: Any, folder: Path) -> dict[str, Outcome]:
-    found = {}
+def masks(folder: Path, layout: dict[str, Any], rank: int, store: Any) -> dict[str, np.ndarray]:
+    """The dropout that this rank draws before a column-parallel and a row-parallel layer."""
+    end_groups()
+    setup = trainer_setup(folder / "qwen3", folder / "teacher", train=Train(**layout), adapter=adapter_of(dropout=0.5))
+    mlp = MegatronTrainer(setup, rank, store).student.module.decoder.layers[0].mlp
+    with megatron_device():
+        drawn = {
+            name: linear.adapter.dropped(torch.ones(64)).numpy()
+            for name, linear in (("column", mlp.linear_fc1), ("row", mlp.linear_fc2))
+        }
+    end_groups()
+    return drawn
+
+
+def all_cases(rank: int, world_size: int, store: Any, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for name, case in (CASES | IN_BFLOAT16).items():
         found[name] = train_case(case, folder, rank, dist.PrefixStore(name, store))
     for family in SHAPES:
@@ -142,7 +182,22 @@ def all_cases(rank: int, world_size: int, store: Any, folder: Path) -> dict[str,
             name = f"{family}-{dtype.name}"
             train = Train(dtype=dtype, **TP2)
             round_trip(folder / family, folder / f"{name}-again", train, rank, dist.PrefixStore(name, store))
+    for name, layout in MASKED.items():
+        found[f"masks-{name}"] = masks(folder, layout, rank, dist.PrefixStore(f"masks-{name}", store))
     return found
+
+
+MASKED = {"tp2": TP2 | PADDED, "tp2-sp": TP2_SP, "dp2": DP2}
+
+
+@pytest.mark.parametrize(("name", "same"), [("tp2", {"column"}), ("tp2-sp", set()), ("dp2", set())])
+def test_ranks_drop_the_same_of_the_same_inputs(name: str, same: set[str], outcomes: list[dict[str, Any]]) -> None:
+    """Without sequence parallelism, ranks of one model read all of a column-parallel layer's inputs; all other inputs
+    are theirs alone."""
+    first, second = (outcome[f"masks-{name}"] for outcome in outcomes)
+    for kind in ("column", "row"):
+        assert set(first[kind]) == {0.0, 2.0}
+        assert np.array_equal(first[kind], second[kind]) == (kind in same), kind
 
 
 @pytest.fixture(scope="module")
@@ -175,12 +230,19 @@ def assert_equal(found: Outcome, expected: Outcome, before: dict[str, torch.Tens
         assert np.linalg.norm(found.weights[tensor] - weight) <= 5e-3 * moved, tensor
 
 
+def before_training(case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder / case.family / "model.safetensors")
+    if case.adapter is None:
+        return tensors
+    return tensors | random_factors(architecture_of(folder / case.family), case.adapter)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_equal_one(name: str, folder: Path, outcomes: list[dict[str, Outcome]]) -> None:
     case = CASES[name]
     expected = train_case(replace(case, layout={}), folder)
     for rank in (0, 1):
-        assert_equal(outcomes[rank][name], expected, load_file(folder / case.family / "model.safetensors"))
+        assert_equal(outcomes[rank][name], expected, before_training(case, folder))
 
 
 @pytest.mark.parametrize("name", IN_BFLOAT16)
@@ -195,7 +257,7 @@ def test_bfloat16_stays_close(name: str, folder: Path, outcomes: list[dict[str, 
 
 def test_the_cases_are_what_they_should_be(outcomes: list[dict[str, Outcome]]) -> None:
     """Training moved the models, and data-parallel ranks had different numbers of micro-batches somewhere."""
-    for outcome in outcomes[0].values():
+    for outcome in (outcomes[0][name] for name in CASES | IN_BFLOAT16):
         assert outcome.steps[0]["train/loss"] > 0.001
         assert outcome.steps[0]["train/grad_norm"] > 0.01
         assert len({step["train/loss"] for step in outcome.steps}) == STEPS

@@ -44,7 +44,12 @@ def scalars_of(run_dir: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+LORA = ["model.lora.rank=4", "model.lora.dropout=0.1", "train.lr=3e-2"]
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(LORA, marks=pytest.mark.slow)], ids=["all", "lora"])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(more: list[str], tmp_path: Path) -> None:
+    """Of an adapter, the first responses after the resume show that the engine has got it."""
     arguments = [
         *tiny_world(tmp_path),
         f"run.steps={STEPS}",
@@ -54,6 +59,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
         "train.lr_schedule=cosine",
         "rollout.max_new_tokens=8",
         "logger.rollouts=true",
+        *more,
     ]
     done = launch([*arguments, "run.name=straight"], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from rlhf.errors import RlhfError
@@ -65,7 +66,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 
 def test_your_own_model_and_data(world: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """Full vocabulary, padded rows, temperature 0.7, bad rows left out, W&B offline, own samples held out."""
+    """LoRA, full vocabulary, padded rows, temperature 0.7, bad rows left out, W&B offline, own samples held out."""
     folder, overrides = world
     rows = (folder / "rows.jsonl").read_text() + '{"prompt": 7}\n{"text": "no prompt"}\n{broken\n'
     (folder / "with_bad_rows.jsonl").write_text(rows)
@@ -81,6 +82,8 @@ def test_your_own_model_and_data(world: tuple[Path, list[str]], tmp_path: Path) 
         "rollout.temperature=0.7",
         "logger=wandb",
         "logger.wandb_mode=offline",
+        "model.lora.rank=4",
+        "train.lr=3e-2",
         "run.name=own",
         "run.steps=2",
         "run.save_every=1",
@@ -115,8 +118,16 @@ def test_your_own_model_and_data(world: tuple[Path, list[str]], tmp_path: Path) 
         AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / name, dtype=torch.float32)
         for name in ("step_2", "final")
     )
-    for a, b in zip(step_2.parameters(), final.parameters(), strict=True):
+    base = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float32)
+    stored = dict(base.named_parameters())
+    for (name, a), b in zip(step_2.named_parameters(), final.parameters(), strict=True):
         assert torch.equal(a, b)
+        assert torch.equal(a, stored[name]) == ("_proj" not in name), name
+    with_adapter = PeftModel.from_pretrained(base, run_dir / "checkpoints" / "final" / "adapter")
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(with_adapter(tokens).logits, final(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert re.search(r"LoRA of rank 4 on q_proj, .*: [\d,]+ of [\d,]+ parameters are trained", summary.roles[0])
     assert list(run_dir.glob("wandb/offline-run-*/*.wandb"))
     assert list(run_dir.glob("tensorboard/events*"))
     assert "forward KL" in done.stdout and "outputs/own/checkpoints/final" in done.stdout

@@ -19,7 +19,14 @@ from rlhf.backends.megatron.trainer import MegatronTrainer, on_device
 from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import DType, LRSchedule, Train
 from rlhf.errors import CheckpointError
-from tests.integration.megatron import end_groups, experience_of, random_sequences, save_tiny_model, trainer_setup
+from tests.integration.megatron import (
+    adapter_of,
+    end_groups,
+    experience_of,
+    random_sequences,
+    save_tiny_model,
+    trainer_setup,
+)
 from tests.integration.ranks import run_ranks
 
 STEPS, SAVED = 4, 2
@@ -39,6 +46,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 AVERAGED = ("average", "average-bfloat16")
 """The student's moving average is its teacher; weight decay moves them apart."""
 LAYOUTS |= {"average": {}, "average-bfloat16": BF16}
+
+LORA: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "lora-average-bfloat16": BF16,
+    "lora-tp2": dict(gpus=2, tensor_parallel=2),
+    "lora-dp2-distributed-bfloat16": DISTRIBUTED | BF16,
+}
+"""With dropout, whose random states must go on, too."""
+LAYOUTS |= LORA
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,9 @@ def trainer_of(folder: Path, name: str, phase: str, rank: int, store: Any) -> Me
     )
     end_groups()
     setup = trainer_setup(folder / "student", folder / "teacher", train=train, steps=STEPS, k=8)
-    if name in AVERAGED:
+    if name in LORA:
+        setup = replace(setup, adapter=adapter_of(dropout=0.2))
+    if name in AVERAGED or "average" in name:
         setup = replace(setup, teacher=None, self_teacher=SelfTeacher(ema_decay=0.5))
     return MegatronTrainer(setup, rank, None if store is None else dist.PrefixStore(f"{name}-{phase}", store))
 
@@ -157,12 +175,13 @@ def assert_same(straight: Outcome, continued: Outcome) -> None:
     assert continued.weights.keys() == straight.weights.keys()
     for name, weight in straight.weights.items():
         assert np.array_equal(continued.weights[name], weight), name
+    assert len(straight.moments) == len(continued.moments) > 0
     for found, expected in zip(continued.moments, straight.moments, strict=True):
         assert np.array_equal(found, expected)
     assert {float(step) for step in straight.moments[::3]} == {STEPS}
 
 
-@pytest.mark.parametrize("name", ["one", "one-bfloat16", *AVERAGED])
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if "gpus" not in layout])
 def test_one_process_goes_on_exactly(name: str, folder: Path) -> None:
     assert_same(*straight_and_continued(folder, name))
 
@@ -182,11 +201,24 @@ def test_copies_are_written_once(folder: Path, of_two_ranks: list[dict[str, tupl
     alone, moments, whole = (
         {"num_steps", "rng"},
         {"num_steps", "rng", "optimizer"},
-        {"num_steps", "rng", "optimizer", "model", "teacher"},
+        {"num_steps", "rng", "optimizer", "model", "frozen", "teacher"},
     )
     assert keys["dp2"] == [whole, alone]
     assert keys["dp2-distributed"] == keys["dp2-distributed-bfloat16"] == [whole, moments]
     assert keys["tp2"] == [whole, whole]
+
+
+def test_a_frozen_base_is_not_written_but_known(folder: Path, tmp_path: Path) -> None:
+    straight_and_continued(folder, "lora")
+    state = torch.load(folder / "lora" / "rank_0.pt", weights_only=True)
+    assert {name.split(".")[-2] for name in state["model"]} == {"a", "b"}
+    assert all(".adapter." not in name for name in state["frozen"]) and len(state["frozen"]) > 10
+    base = save_tiny_model(tmp_path / "student", "qwen3", seed=3, initializer_range=0.1, tie_word_embeddings=True)
+    end_groups()
+    trainer = MegatronTrainer(trainer_setup(base, folder / "teacher", adapter=adapter_of()))
+    with pytest.raises(CheckpointError, match=r"adapter on another base: the weights of model\.path have changed"):
+        trainer.load_state(folder / "lora")
+    end_groups()
 
 
 def test_state_that_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:

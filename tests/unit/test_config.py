@@ -23,6 +23,7 @@ from rlhf import launch
 from rlhf.config.arguments import check_arguments
 from rlhf.config.cluster import Device
 from rlhf.config.compose import to_run
+from rlhf.config.lora import modules_of
 from rlhf.config.messages import explain, interrupted
 from rlhf.config.model import SmolLM2With24Layers
 from rlhf.config.registry import GROUPS, PROJECT_ROOT, SECTIONS, target_of
@@ -420,9 +421,45 @@ CONTRADICTIONS = {
 }
 
 
+MODULES = "use all-linear, attention, mlp or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+OFF = "has no effect with model.lora.rank=0 (no adapters); use model.lora.rank=16, or leave"
+CONTRADICTIONS |= {
+    "model.lora.alpha=8": f"model.lora.alpha=8.0 {OFF} model.lora.alpha=32.0",
+    "model.lora.dropout=0.1": f"model.lora.dropout=0.1 {OFF} model.lora.dropout=0.0",
+    "model.lora.save=merged": f"model.lora.save=merged {OFF} model.lora.save=both",
+    "model.lora.target=mlp": f"model.lora.target=mlp {OFF} model.lora.target=all-linear",
+    "model.lora.path=a model.lora.rank=8": "model.lora.rank=8 has no effect with model.lora.path, whose adapter brings "
+    "its own; leave out model.lora.path, or leave model.lora.rank=0",
+    "model.lora.rank=-1": "model.lora.rank must be at least 0, got -1",
+    "model.lora.rank=8 model.lora.alpha=0": "model.lora.alpha must be greater than 0, got 0.0",
+    "model.lora.rank=8 model.lora.dropout=1": "model.lora.dropout must be in [0, 1), got 1.0",
+    "model.lora.rank=8 model.lora.target=[q_proj,lm_head]": "model.lora.target=[q_proj,lm_head]: embedding and LM head "
+    f"are never adapted; {MODULES}",
+    "model.lora.rank=8 model.lora.target=[attention,up_proj]": "model.lora.target=[attention,up_proj]: attention is no "
+    f"module that can be adapted; {MODULES}",
+    "model.lora.rank=8 model.lora.target=qproj": "model.lora.target=qproj: qproj is no module that can be adapted; "
+    f"{MODULES}",
+    "model.lora.rank=8 model.lora.target=[]": f"model.lora.target=[] names nothing; {MODULES}",
+    "model.lora.rank=8 model.lora.target=[q_proj,q_proj]": "model.lora.target=[q_proj,q_proj] names a module twice",
+    "model.lora.rank=8 model.lora.target=[[q_proj]]": "model.lora.target=[['q_proj']]: ['q_proj'] is no module that "
+    f"can be adapted; {MODULES}",
+    "model.lora.path=''": "model.lora.path is empty; write e.g. model.lora.path=FOLDER",
+    "model.lora.rnk=8": "unknown key model.lora.rnk; did you mean model.lora.rank?",
+}
+
+
 @pytest.mark.parametrize("overrides", CONTRADICTIONS)
 def test_contradictions_are_refused(overrides: str) -> None:
     assert refusal(*overrides.split()) == CONTRADICTIONS[overrides]
+
+
+def test_a_rank_switches_lora_on() -> None:
+    assert not run_of().model.lora.enabled
+    lora = run_of("model.lora.rank=16", "model.lora.target=[v_proj,q_proj]", "model.lora.save=adapter").model.lora
+    assert lora.enabled and lora.rank == 16 and modules_of(lora.target) == ("q_proj", "v_proj")
+    assert run_of("model.lora.path=folder", "model.lora.dropout=0.1").model.lora.enabled
+    words = {word: modules_of(word) for word in ("all-linear", "attention", "mlp")}
+    assert words["all-linear"] == words["attention"] + words["mlp"] and len(set(words["all-linear"])) == 7
 
 
 def test_what_looks_like_a_contradiction_but_is_none() -> None:

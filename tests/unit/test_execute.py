@@ -17,6 +17,7 @@ import yaml
 
 import rlhf.placements.colocate
 import rlhf.placements.separate
+from rlhf.backends.megatron.architecture import Architecture
 from rlhf.checkpoint import Checkpoints
 from rlhf.config.algo import GKD
 from rlhf.config.cluster import Cluster
@@ -43,7 +44,7 @@ from rlhf.run_folder import RunFolder, check
 from rlhf.sources.ahead import Background
 from rlhf.stopping import Stopped
 from tests.unit.test_live_source import table_of
-from tests.unit.tiny import tiny_tokenizer
+from tests.unit.tiny import SMOLLM2, tiny_tokenizer
 
 
 def run_of(folder: Path, **sections: Any) -> Run:
@@ -201,7 +202,8 @@ def inputs_of(bad_rows: int = 0, held_out: int = 2, steps: int = 2) -> Inputs:
     bad = [BadRow(f"rows.jsonl:{i}", "no prompt") for i in range(1, bad_rows + 1)]
     statistics = {"data/truncated_rows": 0.0, "data/held_out_rows_also_in_train": 0.0, "data/held_out_rows": 2.0}
     dataset = Dataset(table_of(10), table_of(held_out, first=50), bad, statistics)
-    return Inputs(Path("student"), Path("teacher"), None, Words(), (2,), dataset, steps)  # type: ignore[arg-type]
+    architecture = Architecture.from_config(SMOLLM2, "test")
+    return Inputs(Path("student"), Path("teacher"), architecture, Words(), (2,), dataset, steps)
 
 
 def test_bad_rows_are_counted_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

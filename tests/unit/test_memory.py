@@ -16,19 +16,8 @@ from rlhf.config.train import DType
 from rlhf.errors import ConfigError
 from rlhf.memory import cache_bytes_per_token, check_cache, check_memory, longest_sample
 from tests.unit.test_execute import run_of
+from tests.unit.tiny import SMOLLM2
 
-SMOLLM2 = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 8192,
-}
 ARCHITECTURE = Architecture.from_config(SMOLLM2, "test")
 
 

@@ -256,6 +256,21 @@ def test_what_makes_another_run_is_refused_by_name(section: str, key: str, tmp_p
     assert "\n" not in str(error.value)
 
 
+def test_of_an_adapter_its_shape_decides(tmp_path: Path) -> None:
+    before = BEFORE | {"model": {"path": "a", "lora": {"rank": 8, "alpha": 32.0, "dropout": 0.0, "save": "both"}}}
+
+    def now(**keys: object) -> dict[str, Any]:
+        return before | {"model": {"path": "a", "lora": {**before["model"]["lora"], **keys}}}  # type: ignore[index,dict-item]
+
+    assert compare(before, now(dropout=0.1, save="adapter"), tmp_path) == [
+        "model.lora.dropout=0.1 (was 0.0)",
+        "model.lora.save=adapter (was both)",
+    ]
+    for key, value in (("rank", 4), ("alpha", 8.0), ("target", "mlp"), ("path", "adapter")):
+        with pytest.raises(ConfigError, match=rf"model\.lora\.{key}={value}"):
+            compare(before, now(**{key: value}), tmp_path)
+
+
 def test_the_refusal_names_all_of_them(tmp_path: Path) -> None:
     now = changed("run", "seed", 1) | {"eval": {"samples": 2}}
     with pytest.raises(ConfigError, match=r"run\.seed=1 \(was 0\), eval\.samples=2 \(was 4\): that would be another"):

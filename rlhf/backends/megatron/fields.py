@@ -24,10 +24,12 @@ class Fields:
     values: Mapping[str, Any]
     where: str
     """The checkpoint as the user wrote it, for messages."""
+    file: str = "config.json"
+    """Its name, for messages."""
 
     def wrong(self, name: str, expected: str) -> ModelError:
         """The error for a field that isn't what was expected."""
-        return ModelError(f"{self.where}: config.json has {name}={shown(self.values.get(name))}, expected {expected}")
+        return ModelError(f"{self.where}: {self.file} has {name}={shown(self.values.get(name))}, expected {expected}")
 
     def count(self, name: str, default: Any = MISSING) -> int:
         """A whole number of at least 1."""
@@ -67,7 +69,7 @@ class Fields:
         if default is MISSING and name in self.values:
             raise self.wrong(name, "a value")
         if default is MISSING:
-            raise ModelError(f"{self.where}: config.json has no {name}")
+            raise ModelError(f"{self.where}: {self.file} has no {name}")
         return default
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf.assets import read_config
-from rlhf.backends.megatron import layers, weights
+from rlhf.backends.megatron import layers, lora, weights
+from rlhf.backends.megatron.adapters import Adapter
 from rlhf.backends.megatron.architecture import Architecture
 from rlhf.backends.megatron.partition import Partition
 from rlhf.backends.megatron.tensors import head_name
@@ -27,6 +28,8 @@ class Model:
     module: Any
     architecture: Architecture
     partition: Partition = weights.WHOLE
+    adapter: Adapter | None = None
+    """On a frozen base; None: every weight is trained."""
 
     def hidden_rows(self, micro: MicroBatch) -> Tensor:
         """Final hidden states [rows, hidden] of the positions that predict response tokens."""
@@ -41,8 +44,13 @@ class Model:
         )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of every weight; all processes that share the model go through it."""
+        """(Hugging Face name, whole tensor) of every weight, an adapter merged into copies; all processes that share
+        the model go through it."""
         return weights.export(self.module, self.architecture, self.partition)
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(peft's name, whole tensor) of the adapter; likewise."""
+        return lora.tensors(self.module, self.architecture, self.partition)
 
 
 @dataclass
@@ -83,9 +91,21 @@ def architecture_of(folder: Path) -> Architecture:
     return Architecture.from_config(read_config(folder), str(folder))
 
 
-def load_model(folder: Path, dtype: torch.dtype, partition: Partition = weights.WHOLE) -> Model:
-    """Build the architecture of a Hugging Face folder, or this rank's part of it, and fill it with its weights."""
+def load_model(
+    folder: Path,
+    dtype: torch.dtype,
+    partition: Partition = weights.WHOLE,
+    adapter: Adapter | None = None,
+    seed: int = 0,
+) -> Model:
+    """Build the architecture of a Hugging Face folder, or this rank's part of it, and fill it with its weights.
+
+    Args:
+        seed: of a new adapter.
+    """
     architecture = architecture_of(folder)
     module = layers.build_model(architecture, dtype, partition)
     weights.load(module, architecture, weights.Checkpoint(folder).__getitem__, partition)
-    return Model(module, architecture, partition)
+    if adapter is not None:
+        lora.attach(module, architecture, adapter, partition, seed)
+    return Model(module, architecture, partition, adapter)

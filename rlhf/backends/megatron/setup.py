@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.algos.objective import Objective
+from rlhf.backends.megatron.adapters import Adapter
 from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import Train
 
@@ -28,3 +29,7 @@ class TrainerSetup:
     """The student is its own teacher."""
     teacher_head: Path | None = None
     """A standalone teacher of which only the LM head is here, for the hidden rows it sends; None if none come."""
+    adapter: Adapter | None = None
+    """The student is a frozen base with this adapter; None: every weight is trained."""
+    base_teacher: bool = False
+    """The student without its adapter is the teacher: a colocated one without weights of its own."""

@@ -1,4 +1,5 @@
-"""Teachers in the trainer's process: a frozen checkpoint, the student as it is, or an average of what it was.
+"""Teachers in the trainer's process: a frozen checkpoint, the student as it is, or an average of what it was; under
+LoRA also the student's own base.
 
 with teacher.at_work() as model:             # its weights are on the device, it is in eval mode
     rows = model.hidden_rows(micro)
@@ -14,8 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlhf.backends.megatron import layers
-from rlhf.backends.megatron.model import Model
+from rlhf.backends.megatron import layers, lora
+from rlhf.backends.megatron.model import Model, load_model
+from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.losses.fused.projection import compute_dtype
 from rlhf.losses.heads import VocabHead
 
@@ -44,7 +46,8 @@ class Teacher:
     def lasting_head(self) -> Callable[[Tensor], VocabHead]:
         """The head as it is now, even if the weights change: kept hidden rows and their head are of one version."""
         now = layers.head_weight(self.model.module).detach()
-        weight = now.to(compute_dtype(now), copy=True)
+        frozen = self.model.adapter is not None  # with the rest of the base
+        weight = now.to(compute_dtype(now), copy=not frozen)
         return lambda hidden: replace(self.model.head(hidden), weight=weight)
 
     def after_step(self) -> None:
@@ -135,3 +138,63 @@ class AverageTeacher(Teacher):
     def state_filled(self) -> None:
         for average, mine in zip(self.averages, self.model.module.parameters(), strict=True):
             mine.copy_(average)
+
+
+class BaseTeacher(Teacher):
+    """The student without its adapter: a colocated teacher that is the student's base, without a second copy of it."""
+
+    @contextmanager
+    def at_work(self) -> Iterator[Model]:
+        with super().at_work() as model, lora.switched_off(model.module):
+            yield model
+
+
+class AverageAdapterTeacher(Teacher):
+    """An exponential moving average of the student's adapter (teacher=self with an ema_decay, under LoRA).
+
+    A and B are averaged, each for itself, as is common, which takes no second copy of the base. The product of averages
+    isn't the average of the products: it leaves out how A and B varied together, which is small for slow averages. A
+    decay of 1 is the adapter of the start, exactly.
+    """
+
+    def __init__(self, student: Model, decay: float) -> None:
+        super().__init__(student)
+        self.decay = decay
+        self.own = [p for factors in lora.factors_of(student.module) for p in factors.parameters()]
+        self.averages = [parameter.detach().float().clone() for parameter in self.own]
+
+    @contextmanager
+    def at_work(self) -> Iterator[Model]:
+        students = [parameter.data for parameter in self.own]
+        for parameter, average in zip(self.own, self.averages, strict=True):
+            parameter.data = average.to(parameter.dtype)
+        try:
+            with super().at_work() as model:
+                yield model
+        finally:
+            for parameter, kept in zip(self.own, students, strict=True):
+                parameter.data = kept
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        for average, students in zip(self.averages, self.own, strict=True):
+            average.lerp_(students.float(), 1 - self.decay)
+
+    def state(self) -> list[Tensor]:
+        return self.averages
+
+
+def teacher_of(setup: TrainerSetup, student: Model, dtype: torch.dtype) -> Teacher | None:
+    """The teacher that lives in this process; None without one."""
+    if setup.teacher is not None:
+        return FrozenTeacher(load_model(setup.teacher, dtype, student.partition), setup.offload_teacher)
+    if setup.base_teacher:
+        return BaseTeacher(student)
+    if setup.self_teacher is None:
+        return None
+    decay = setup.self_teacher.ema_decay
+    if decay is None:
+        return Teacher(student)
+    if student.adapter is not None:
+        return AverageAdapterTeacher(student, decay)
+    return AverageTeacher(load_model(setup.student, dtype, student.partition), student, decay)

@@ -6,6 +6,7 @@ or teachers: an `Objective` turns head rows and teacher scores into a loss.
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import random
@@ -26,15 +27,19 @@ from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.model import architecture_of, forward, load_head, load_model, select_rows
 from rlhf.backends.megatron.partition import Partition
 from rlhf.backends.megatron.setup import TrainerSetup
-from rlhf.backends.megatron.teachers import AverageTeacher, FrozenTeacher, Teacher
+from rlhf.backends.megatron.teachers import teacher_of
 from rlhf.backends.scores import PackedScores
 from rlhf.backends.weight_sync import to_send
 from rlhf.batching import MicroBatch, pack
+from rlhf.config.lora import LoraSave
 from rlhf.distill.fullvocab import HiddenScores
 from rlhf.errors import MisalignedScores, TrainingDiverged
 from rlhf.losses.fused.losses import forward_and_reverse_kl
 from rlhf.losses.heads import VocabHead
 from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Sequences
+
+SEEDS_OF_A_COPY = 10_000
+"""Apart, so that no rank of one copy of the model draws what a rank of another does."""
 
 
 def on_device(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,19 +102,13 @@ class MegatronTrainer:
         random.seed(setup.seed)
         np.random.seed(setup.seed)
         torch.manual_seed(setup.seed)
-        model_parallel_cuda_manual_seed(setup.seed)
+        # Copies of the model read different samples and draw different dropout masks, the ranks of a copy the same.
+        model_parallel_cuda_manual_seed(setup.seed + SEEDS_OF_A_COPY * self.data_parallel_rank)
 
         dtype = getattr(torch, setup.train.dtype.value)
         partition = self._partition()
-        self.student = load_model(setup.student, dtype, partition)
-        self.teacher: Teacher | None = None
-        if setup.teacher is not None:
-            self.teacher = FrozenTeacher(load_model(setup.teacher, dtype, partition), setup.offload_teacher)
-        elif setup.self_teacher is not None and setup.self_teacher.ema_decay is not None:
-            average = load_model(setup.student, dtype, partition)
-            self.teacher = AverageTeacher(average, self.student, setup.self_teacher.ema_decay)
-        elif setup.self_teacher is not None:
-            self.teacher = Teacher(self.student)
+        self.student = load_model(setup.student, dtype, partition, setup.adapter, setup.seed)
+        self.teacher = teacher_of(setup, self.student, dtype)
         lone = None if setup.teacher_head is None else load_head(setup.teacher_head, dtype, partition)
         self.head_of_teacher = self.teacher or lone
         """Puts the teacher's LM head on hidden rows; None where none are kept."""
@@ -353,22 +352,35 @@ class MegatronTrainer:
 
     def take_part_in_export(self) -> None:
         """Give rank 0 this rank's part of each weight."""
-        for _ in self.student.tensors():
-            pass
+        collections.deque(self.student.tensors(), maxlen=0)
 
     @on_device
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face folder that `transformers` loads. Complete or absent: it is renamed into place.
+        """Write a Hugging Face folder that `transformers` loads, peft's `adapter/`, or both. Complete or absent: it is
+        renamed into place.
 
         Rank 0 writes, with the help of those that share its model; copies of the model do nothing.
         """
+        from rlhf.backends.megatron.adapters import peft_config
         from rlhf.export import save_hf, writing
 
+        adapter = self.setup.adapter
+        whole = adapter is None or adapter.save is not LoraSave.adapter
+        factors = adapter is not None and adapter.save is not LoraSave.merged
         if self.rank == 0:
             with writing(folder):
-                save_hf(folder, self.student.tensors(), self.setup.student, dtype=self.setup.train.dtype.value)
+                save_hf(
+                    folder,
+                    self.student.tensors() if whole else None,
+                    self.setup.student,
+                    dtype=self.setup.train.dtype.value,
+                    adapter=(peft_config(adapter), self.student.adapter_tensors()) if adapter and factors else None,
+                )
         elif self.rank < self.setup.train.tensor_parallel:
-            self.take_part_in_export()
+            if whole:
+                self.take_part_in_export()
+            if factors:
+                collections.deque(self.student.adapter_tensors(), maxlen=0)
 
     # ---- training state ---------------------------------------------------------------------------------------------
 

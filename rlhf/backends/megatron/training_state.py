@@ -6,7 +6,8 @@ rank_0.pt   {"model": {name: tensor}, "optimizer": [[{"main": tensor, "step": ..
 Copies of the model (data-parallel ranks) hold the same weights and, without the distributed optimizer, the same
 moments: those are written once, by the first copy, and read by all. `teacher` is the average
 of past weights that teacher=self may score with. `main` is there for bfloat16 only: the float32
-parameters that AdamW steps; otherwise it steps the model's own.
+parameters that AdamW steps; otherwise it steps the model's own. Under LoRA `model` is the adapter: the frozen base
+comes from its own checkpoint again, and `frozen` has a sum of each tensor's bits, by which another base is noticed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def save(folder: Path, own: RankState) -> None:
     """Write this rank's part."""
     state: dict[str, Any] = {"num_steps": own.schedule.num_steps, "rng": random_states()}
     if own.rank == own.first_copy:
-        state["model"] = {name: parameter.detach() for name, parameter in own.module.named_parameters()}
+        state["model"] = {name: parameter.detach() for name, parameter in trained(own.module).items()}
+        state["frozen"] = frozen_sums(own.module)
         state["teacher"] = own.teacher
     if own.rank == own.first_copy or own.sharded:
         of_model = {parameter.untyped_storage().data_ptr() for parameter in own.module.parameters()}
@@ -73,9 +75,14 @@ def load(folder: Path, own: RankState) -> int:
     """
     stored = _read(folder / file_of(own.rank))
     first = stored if own.rank == own.first_copy else _read(folder / file_of(own.first_copy))
-    parameters = dict(own.module.named_parameters())
+    parameters = trained(own.module)
     if parameters.keys() != first["model"].keys():
         raise CheckpointError(f"{folder} is the state of another model; use model.path of the run it is from")
+    if frozen_sums(own.module) != first.get("frozen", {}):
+        raise CheckpointError(
+            f"{folder} is the state of an adapter on another base: the weights of model.path have changed since; use "
+            "those of the run it is from"
+        )
     for name, tensor in first["model"].items():
         _fill(parameters[name], tensor, folder)
     for tensor, stored_tensor in zip(own.teacher, first["teacher"], strict=True):
@@ -94,6 +101,21 @@ def load(folder: Path, own: RankState) -> int:
     own.schedule.step(increment=0)  # sets the learning rates, which the next step may report
     restore_random_states(stored["rng"])
     return int(own.schedule.num_steps)
+
+
+def trained(module: Any) -> dict[str, Tensor]:
+    """The parameters that aren't frozen."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def frozen_sums(module: Any) -> dict[str, int]:
+    """Of each frozen parameter, the sum of its numbers' bits read as integers: exact, whatever the order."""
+    integers = {2: torch.int16, 4: torch.int32}
+    return {
+        name: int(parameter.detach().view(integers[parameter.element_size()]).sum(dtype=torch.int64))
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad
+    }
 
 
 def file_of(rank: int) -> str:

@@ -24,6 +24,8 @@ from rlhf.backends.megatron.partition import Partition
 from rlhf.errors import ModelError
 
 WHOLE = Partition()
+ADAPTER = "adapter"
+"""The attribute of a linear layer that holds its LoRA adapter."""
 
 
 class Same:
@@ -149,6 +151,11 @@ class Checkpoint:
         return self._file_of[name].get_tensor(name)
 
 
+def base_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that the table knows: all but an adapter's (`lora.py`)."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if f".{ADAPTER}." not in name]
+
+
 @torch.no_grad()
 def load(
     model: nn.Module,
@@ -161,7 +168,7 @@ def load(
     Raises:
         ModelError: a tensor is missing or has another shape than the architecture says.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in base_parameters(model):
         rule, hf_names = rule_of(name)
         parts = [rule.part(architecture, tensor_of(hf_name), partition) for hf_name in hf_names]
         tensor = rule.to_megatron(architecture, parts)
@@ -177,14 +184,22 @@ def load(
 
 
 @torch.no_grad()
-def export(model: nn.Module, architecture: Architecture, partition: Partition = WHOLE) -> Iterator[tuple[str, Tensor]]:
+def export(
+    model: nn.Module, architecture: Architecture, partition: Partition = WHOLE, *, merged: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, tensor) of every weight, one Megatron tensor at a time; views where possible.
 
     Every rank of the model has to go through it, and gets the whole tensors.
+
+    Args:
+        merged: with LoRA, the weights with the adapter in them, which are new tensors; otherwise the base's.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in base_parameters(model):
         rule, hf_names = rule_of(name)
         parts = rule.to_hf(architecture, parameter.detach())
+        adapter = getattr(model.get_submodule(name.rpartition(".")[0]), ADAPTER, None)
+        if merged and adapter is not None and name.endswith(".weight"):
+            parts = adapter.merge(parts)
         wholes = (rule.whole(architecture, part, partition) for part in parts)
         yield from zip(hf_names, wholes, strict=True)
 
