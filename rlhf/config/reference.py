@@ -188,7 +188,12 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _type(field: dataclasses.Field[Any], enums: dict[str, type[enum.Enum]]) -> str:
     if field.name in enums:
         return "choice"
-    names = {"list[int]": "list of int", "list[str]": "list of str", "dict[str, Any]": "mapping"}
+    names = {
+        "list[int]": "list of int",
+        "list[str]": "list of str",
+        "list[float]": "list of float",
+        "dict[str, Any]": "mapping",
+    }
     return " or ".join(names.get(part, part).replace("None", "null") for part in str(field.type).split(" | "))
 
 

@@ -37,6 +37,7 @@ REQUIRED = {
     "model=hf": ["model.path=student", "teacher.model=teacher"],
     "data=file": ["data.path=rows.jsonl"],
     "data=hub": ["data.name=a/b"],
+    "reward=functions": ["reward.functions=[format]"],
 }
 
 NOT_YET = "is not available yet; what works today:"
@@ -45,7 +46,7 @@ REFUSED = {
     "distill=sampled": f"distill=sampled {NOT_YET} distill=topk or distill=fullvocab",
     "distill=none": "algo=gkd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
     "teacher=none": "algo=gkd needs a teacher, got teacher=none; use teacher=colocated or teacher=standalone",
-    "reward=functions": f"reward=functions {NOT_YET} reward=none with algo=gkd",
+    "reward=functions": "algo=gkd learns from a teacher and would ignore reward.*; use reward=none",
 }
 
 
