@@ -80,7 +80,7 @@ def check_inputs(run: Run) -> Inputs:
     )
     _check_lesson(run, dataset)
     if isinstance(run.reward, FunctionReward):
-        check_rewards(run.reward, some_columns(dataset), [])
+        check_rewards(run.reward, some_columns(dataset), run.plugins)
     if run.eval.accuracy and not can_be_verified(dataset):
         raise ConfigError(
             "eval.accuracy=true needs held-out rows with a verifier, which data=reasoning_gym has; use "

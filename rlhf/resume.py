@@ -32,6 +32,7 @@ from rlhf.training_state import TrainingState
 BAD_ROWS = "bad_rows.txt"
 
 DECIDES = (
+    "plugins",
     "model.*",
     "teacher.*",
     "data.*",

@@ -85,6 +85,8 @@ def load(what: str, importing: Callable[[], ModuleType]) -> ModuleType:
         return importing()
     except KeyboardInterrupt:
         raise
+    except ConfigError as error:  # of a decorator of ours
+        raise ConfigError(f"{what}: {error}{line_of(error)}") from error
     except BaseException as error:  # a user's file may even call sys.exit
         raise ConfigError(
             f"{what} can't be imported: {type(error).__name__}: {one_line(error)}{line_of(error)}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
+from rlhf import plugins
 from rlhf.errors import one_line
 from rlhf.user_code import imported
 
@@ -49,17 +49,18 @@ def opsd_reference_solution(row: dict[str, Any]) -> dict[str, Any]:
 BUILT_IN: dict[str, Preprocessor] = {"opsd_reference_solution": opsd_reference_solution}
 
 
-@functools.cache
 def load_preprocessor(name: str) -> Preprocessor:
     """The function `data.preprocessor` names, made safe: what goes wrong with a row is a ValueError that says so.
 
     Args:
-        name: a built-in one, `package.module.function`, or `file.py:function`.
+        name: a built-in one, a plugin's, `package.module.function`, or `file.py:function`.
 
     Raises:
         ConfigError: there is no such function, or its module can't be imported.
     """
-    function = BUILT_IN[name] if name in BUILT_IN else imported(name, "data.preprocessor", [*BUILT_IN])
+    function = BUILT_IN.get(name) or plugins.find("preprocessor", name)
+    if function is None:
+        function = imported(name, "data.preprocessor", plugins.names("preprocessor"))
 
     def preprocess(row: dict[str, Any]) -> dict[str, Any]:
         try:

@@ -32,7 +32,7 @@ class HasTokenizer(Protocol):
 
 def rewarder_of(run: Run, inputs: HasTokenizer) -> FunctionRewarder:
     """The reward functions of a checked configuration. Close it at the end of the run."""
-    return FunctionRewarder(run.reward, inputs.tokenizer, [])
+    return FunctionRewarder(run.reward, inputs.tokenizer, run.plugins)
 
 
 def names_of(spec: FunctionReward) -> list[str]:

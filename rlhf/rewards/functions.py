@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf import plugins
 from rlhf.errors import ConfigError, nearest, one_line
 from rlhf.user_code import imported
 
@@ -73,7 +74,7 @@ def load_function(name: str, options: dict[str, Any]) -> Loaded:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"reward.options.{name}: {one_line(error)}") from error
         return Loaded(made.function, Signature(RESERVED, made.columns, everything=True, rowwise=True))
-    function = imported(name, "reward.functions", [*FACTORIES])
+    function = plugins.find("reward", name) or imported(name, "reward.functions", plugins.names("reward"))
     return _with_options(name, function, options)
 
 

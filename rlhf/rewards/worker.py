@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlhf.errors import ConfigError, one_line
+from rlhf.plugins import load_plugins
 from rlhf.rewards.functions import Loaded, Wrong, checked, load_function
 from rlhf.rewards.processes import adopt_orphans, die_with
 from rlhf.user_code import line_of
@@ -76,6 +77,7 @@ def serve(connection: Connection) -> None:
 
 
 def load_all(setup: Setup) -> list[Loaded]:
+    load_plugins(setup.plugins)
     return [load_function(name, options) for name, options in setup.functions]
 
 

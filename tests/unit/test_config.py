@@ -37,6 +37,7 @@ REQUIRED = {
     "model=hf": ["model.path=student", "teacher.model=teacher"],
     "data=file": ["data.path=rows.jsonl"],
     "data=hub": ["data.name=a/b"],
+    "data=plugin": ["data.function=rows.py:easy"],
     "reward=functions": ["reward.functions=[format]"],
 }
 
@@ -122,7 +123,7 @@ def test_files_and_registry_agree() -> None:
     files = {(path.parent.name, path.stem) for path in CONF.glob("*/*.yaml")}
     assert files == set(GROUP_OPTIONS)
     sections = {field.name for field in dataclasses.fields(Run)}
-    assert sections == set(GROUPS) | set(SECTIONS) | {"resume"}
+    assert sections == set(GROUPS) | set(SECTIONS) | {"plugins", "resume"}
     assert set(composed()) == sections
 
 
