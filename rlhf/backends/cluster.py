@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlhf.backends.keep import KEEPER, Kept
 from rlhf.config.cluster import Cluster, Device
 from rlhf.errors import ClusterError, RlhfError, RoleDied, RoleFailed, one_line
 from rlhf.stopping import watch
@@ -182,7 +183,7 @@ def remedy(error: BaseException) -> str:
 
 
 class RayCluster:
-    """Ray and the run's placement group. Shuts down only what it started."""
+    """Ray and the run's placement group. Shuts down only what it started; in a sweep Ray stays for the next run."""
 
     def __init__(self, spec: Cluster, bundles: int) -> None:
         self.spec = spec
@@ -191,9 +192,15 @@ class RayCluster:
         self.group: PlacementGroup | None = None
         self.processes: list[Process] = []
         try:
+            if KEEPER.kept is not None and not (KEEPER.kept.fits(spec, bundles) and still_runs(KEEPER.kept.spec)):
+                end_ray()
+                KEEPER.kept = None
             if not ray.is_initialized():
                 self.started = True
                 self._start(bundles)
+                if KEEPER.keeping:
+                    self.started = False
+                    KEEPER.kept = Kept(spec, bundles)
             self.group = self._reserve(bundles)
         except BaseException:
             self.close()
@@ -277,19 +284,45 @@ class RayCluster:
         return process
 
     def release(self) -> None:
-        """Give the devices back, which ends the processes on them, and whoever waits for one of their answers fails."""
+        """Give the devices back, which ends the processes on them, and whoever waits for one of their answers fails.
+
+        Where Ray goes on, return when they are gone: the next run must find the memory of their devices free.
+        """
         if self.group is not None:
             remove_placement_group(self.group)
             self.group = None
+            if not self.started:
+                with suppress(RayError):
+                    list(ended(self.processes))
+            if KEEPER.kept is not None:  # then this run is the only one of this process
+                end([process for process in raylet_processes() if is_actor(process)], wait_s=NOTICE_S)
 
     def close(self) -> None:
         """Give the devices back; end Ray if this run started it."""
         self.release()
         if self.started:
-            helpers = raylet_processes()
-            ray.shutdown()
-            end(helpers)
+            end_ray()
             self.started = False
+
+
+def end_ray() -> None:
+    """End Ray if this process has started it, or detach from it."""
+    helpers = raylet_processes()
+    ray.shutdown()
+    end(helpers)
+
+
+def still_runs(spec: Cluster) -> bool:
+    """Whether the Ray of this process has its daemon, if it was started here."""
+    return spec.address is not None or any(child.name() == "raylet" for child in psutil.Process().children())
+
+
+def is_actor(process: psutil.Process) -> bool:
+    """By the title that Ray gives it."""
+    try:
+        return " ".join(process.cmdline()).startswith("ray::") and "Actor" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def check_answers(address: str) -> None:
@@ -304,8 +337,9 @@ def raylet_processes() -> list[psutil.Process]:
     return [process for daemon in daemons for process in daemon.children(recursive=True)]
 
 
-def end(processes: list[psutil.Process]) -> None:
-    """SIGKILL for those that still run: nothing of theirs is worth keeping."""
+def end(processes: list[psutil.Process], wait_s: float = 0.0) -> None:
+    """SIGKILL for those that still run after a while: nothing of theirs is worth keeping."""
+    _, processes = psutil.wait_procs(processes, timeout=wait_s) if wait_s else ([], processes)
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -20,6 +20,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf import launch
+from rlhf.backends.keep import KEEPER
 from rlhf.config.arguments import check_arguments
 from rlhf.config.compose import to_run
 from rlhf.config.messages import explain, interrupted
@@ -605,9 +606,12 @@ def test_one_bad_job_does_not_stop_a_sweep(
     assert [run.algo.beta for run in executed] == [0, 1]
     assert [Path(run.run.dir).relative_to(Path.cwd()) for run in executed] == [Path("sweep/0"), Path("sweep/2")]
     out, err = capsys.readouterr()
-    assert err == "error: job 1 (algo.beta=9): algo.beta must be in [0.0, 1.0], got 9.0\n"
-    *jobs, sweep = out.split("\n\n")
-    assert jobs == ["\njob 0: algo.beta=0", "job 1: algo.beta=9", "job 2: algo.beta=1"]
+    assert err.splitlines() == [
+        "error: job 1 (algo.beta=9): algo.beta must be in [0.0, 1.0], got 9.0",
+        "error: 1 of 3 jobs failed: job 1 (algo.beta=9)",
+    ]
+    jobs, sweep = out.split("\n\n")
+    assert jobs.splitlines() == ["job 0: algo.beta=0", "job 1: algo.beta=9", "job 2: algo.beta=1"]
     assert sweep.splitlines()[0].startswith("Sweep: 3 jobs, 1 of them without a result; ")
     assert [line.split()[:2] for line in sweep.splitlines()[2:]] == [["0", "0"], ["2", "1"], ["1", "9"]]
 
@@ -621,10 +625,35 @@ def test_resume_auto_needs_a_folder_it_can_find_again(
     assert [run.run.dir.removeprefix(f"{Path.cwd()}/") for run in executed] == ["outputs/mine", "multirun/mine/0"]
     assert launched(monkeypatch, *auto) == 1
     assert launched(monkeypatch, "-m", *auto) == 1
-    named, swept = capsys.readouterr().err.splitlines()
+    named, swept, _ = capsys.readouterr().err.splitlines()
     assert named.startswith("error: resume=auto looks for ") and named.endswith("write run.name=NAME")
     assert swept.startswith("error: job 0 (") and swept.endswith("write hydra.sweep.dir=multirun/NAME")
     assert len(executed) == 2
+
+
+def test_jobs_of_a_sweep_are_one_group_of_wandb(executed: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ["-m", "algo.beta=0,1", "logger=wandb", "hydra.sweep.dir=multirun/mine"]
+    assert launched(monkeypatch, *keys) == 0
+    assert launched(monkeypatch, *keys[:-1], "logger.wandb_group=ours", "hydra.sweep.dir=multirun/other") == 0
+    assert launched(monkeypatch, "logger=wandb") == 0
+    assert [run.logger.wandb_group for run in executed] == ["mine", "mine", "ours", "ours", None]
+
+
+def test_ray_outlives_the_jobs_of_a_sweep_and_nothing_else(
+    executed: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def execute(run: Run, config: object, sweep: bool) -> None:
+        seen.append(KEEPER.keeping)
+        if run.algo.beta == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["rlhf.execute"], "execute", execute)
+    assert launched(monkeypatch, "-m", "algo.beta=0,0.5") == 0 and not KEEPER.keeping
+    assert launched(monkeypatch, "-m", "algo.beta=0,1,0.5", "hydra.sweep.dir=two") == 130 and not KEEPER.keeping
+    assert launched(monkeypatch, "algo.beta=0") == 0 and not KEEPER.keeping
+    assert seen == [True, True, True, True, False]
 
 
 def test_a_sweep_that_works(executed: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
