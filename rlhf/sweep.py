@@ -67,7 +67,7 @@ class Job:
         if not path.is_file():
             return
         summary = json.loads(path.read_text(encoding="utf-8"))
-        measured = summary["rewards"] | summary["eval_after"]
+        measured = summary.get("rewards", {}) | summary["eval_after"]
         self.results = {name: measured[name] for name in RESULTS if name in measured}
         self.results |= {"steps": summary["steps"], "seconds": round(summary["seconds"], 1)}
 

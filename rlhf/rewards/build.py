@@ -100,6 +100,7 @@ class FunctionRewarder:
         self.names = names_of(spec)
         self.weights = spec.weights or [1.0] * len(self.names)
         self.pool = WorkerPool(setup_of(spec, plugins), spec.processes, spec.timeout_s)
+        self._closed = False
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="rewards", daemon=True)
         self._thread.start()
@@ -107,12 +108,16 @@ class FunctionRewarder:
     def score(self, sequences: Sequences, rows: Sequence[Mapping[str, Any]]) -> Future[Rewards]:
         """See `Rewarder.score`."""
         assert len(rows) == len(sequences), "a row for each response"
+        assert not self._closed, "closed"
         future: Future[Rewards] = Future()
         self._jobs.put((future, sequences, rows))
         return future
 
     def close(self) -> None:
-        """End the processes, whatever they are doing. Who waits for a result gets a RewardError."""
+        """End the processes, whatever they are doing. Who waits for a result gets a RewardError. Safe to call again."""
+        if self._closed:
+            return
+        self._closed = True
         self.pool.stop()
         self._jobs.put(None)
         self._thread.join()

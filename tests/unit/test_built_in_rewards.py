@@ -50,7 +50,7 @@ def test_math_is_compared_as_mathematics(right: str | None, completion: str, rew
 
 def test_mathematics_that_never_ends_is_wrong_and_the_rest_is_judged() -> None:
     """A tower of powers isn't computed to its end; not within the library's limit, so ours is used."""
-    spec = FunctionReward(functions=["math_verify"], timeout_s=1.5, processes=1)
+    spec = FunctionReward(functions=["math_verify"], timeout_s=4.0, processes=1)
     with rewarder(spec) as made:
         texts = ["the answer is 7", r"\boxed{9^{9^{9^{9}}}}", "the answer is 7"]
         total = made.score(batch(texts), [{"response": "7"}] * 3).result().total
@@ -84,7 +84,7 @@ def test_forms() -> None:
 
 
 def test_a_pattern_that_never_ends_gives_nothing() -> None:
-    spec = FunctionReward(functions=["format"], options={"format": {"pattern": "(a+)+b"}}, timeout_s=0.5, processes=2)
+    spec = FunctionReward(functions=["format"], options={"format": {"pattern": "(a+)+b"}}, timeout_s=3.0, processes=2)
     with rewarder(spec) as made:
         total = made.score(batch(["ab", "a" * 60, "aab"]), [{}] * 3).result().total
         assert total.tolist() == [1, 0, 1] and made.pool.choked == 1

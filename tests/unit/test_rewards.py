@@ -133,7 +133,8 @@ def batch(texts: list[str]) -> Sequences:
 
 @contextlib.contextmanager
 def rewarder(spec: FunctionReward) -> Iterator[FunctionRewarder]:
-    made = rewarder_of(SimpleNamespace(reward=spec), SimpleNamespace(tokenizer=tiny_tokenizer()))  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(reward=spec, plugins=[])
+    made = rewarder_of(run, SimpleNamespace(tokenizer=tiny_tokenizer()))
     try:
         yield made
     finally:
@@ -243,11 +244,11 @@ def test_numpy_results_are_numbers(file: Path) -> None:
 
 
 def test_a_function_that_hangs_is_killed_and_the_next_batch_is_scored(file: Path) -> None:
-    spec = FunctionReward(functions=[f"{file}:hangs"], timeout_s=0.5, chunk_rows=1, processes=1)
+    spec = FunctionReward(functions=[f"{file}:hangs"], timeout_s=2.0, chunk_rows=1, processes=1)
     with rewarder(spec) as made:
         assert made.score(batch(["good"]), [{}]).result().total.tolist() == [1]
         process = made.pool.workers[0].process
-        with pytest.raises(RewardError, match=r"hangs took more than reward\.timeout_s=0\.5 seconds, on r:1"):
+        with pytest.raises(RewardError, match=r"hangs took more than reward\.timeout_s=2 seconds, on r:1"):
             made.score(batch(["good", "bad"]), ROWS[:2]).result()
         assert process.poll() == -signal.SIGKILL
         assert made.score(batch(["good"]), [{}]).result().total.tolist() == [1]
