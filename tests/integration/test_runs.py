@@ -20,9 +20,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhf.config.reward import FunctionReward
 from rlhf.errors import RlhfError
 from rlhf.preflight import check_inputs
 from rlhf.report.summary import read
+from rlhf.types import ROW
 from tests.integration.runs import (
     composed,
     descendants,
@@ -275,6 +277,16 @@ def test_mistakes_are_found_before_a_process_starts(world: tuple[Path, list[str]
     for extra, message in cases:
         with pytest.raises(RlhfError, match=re.escape(message)):
             check_inputs(composed([*overrides, *extra]))
+    run = composed(overrides)
+    for function, message in [
+        ("code", "code needs a column 'tests', which the data doesn't have"),
+        ("formt", "format?"),
+    ]:
+        run.reward = FunctionReward(functions=[function])
+        with pytest.raises(RlhfError, match=re.escape(message)):
+            check_inputs(run)
+    run.reward = FunctionReward(functions=["format"])
+    assert check_inputs(run).dataset.train.columns[0] == {ROW: f"{folder / 'rows.jsonl'}:1"}
     config = json.loads((folder / "student" / "config.json").read_text())
     config["architectures"] = ["GPT2LMHeadModel"]
     (folder / "student" / "config.json").write_text(json.dumps(config))
