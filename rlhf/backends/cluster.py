@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlhf.backends.daemons import end, is_actor, raylet_processes, still_runs
 from rlhf.backends.keep import KEEPER, Kept
 from rlhf.config.cluster import Cluster, Device
 from rlhf.errors import ClusterError, RlhfError, RoleDied, RoleFailed, one_line
@@ -312,38 +312,10 @@ def end_ray() -> None:
     end(helpers)
 
 
-def still_runs(spec: Cluster) -> bool:
-    """Whether the Ray of this process has its daemon, if it was started here."""
-    return spec.address is not None or any(child.name() == "raylet" for child in psutil.Process().children())
-
-
-def is_actor(process: psutil.Process) -> bool:
-    """By the title that Ray gives it."""
-    try:
-        return " ".join(process.cmdline()).startswith("ray::") and "Actor" in " ".join(process.cmdline())
-    except psutil.Error:
-        return False
-
-
 def check_answers(address: str) -> None:
     """Raise OSError unless something listens at HOST:PORT: Ray itself would try again for many minutes."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-
-
-def raylet_processes() -> list[psutil.Process]:
-    """What Ray's daemon, a child of this process, has started: `ray.shutdown` leaves some to notice by themselves."""
-    daemons = [child for child in psutil.Process().children() if child.name() == "raylet"]
-    return [process for daemon in daemons for process in daemon.children(recursive=True)]
-
-
-def end(processes: list[psutil.Process], wait_s: float = 0.0) -> None:
-    """SIGKILL for those that still run after a while: nothing of theirs is worth keeping."""
-    _, processes = psutil.wait_procs(processes, timeout=wait_s) if wait_s else ([], processes)
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=10)
 
 
 def temporary_folder() -> str:
