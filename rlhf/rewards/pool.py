@@ -117,6 +117,7 @@ class WorkerPool:
         Raises:
             ConfigError: one can't be loaded.
         """
+        self._drop_the_dead()
         if not self.workers:
             self._start()
         worker = self.workers[0]
@@ -130,6 +131,7 @@ class WorkerPool:
         Raises:
             Failure: one failed; what the others were doing is dropped.
         """
+        self._drop_the_dead()
         waiting = deque(range(len(tasks)))
         answers: dict[int, list[float | None]] = {}
         busy: dict[Worker, int] = {}
@@ -167,6 +169,12 @@ class WorkerPool:
 
     def _start(self) -> None:
         self.workers.append(Worker(self.setup))
+
+    def _drop_the_dead(self) -> None:
+        """Workers that ended while nothing was asked of them."""
+        for worker in self.workers[:]:
+            if worker.process.poll() is not None:
+                self._end(worker)
 
     def _end(self, worker: Worker) -> None:
         self.workers.remove(worker)
