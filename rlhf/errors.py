@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 
 class RlhfError(Exception):
     """Base of every error meant for the user: one line, no traceback unless HYDRA_FULL_ERROR=1."""
@@ -57,3 +59,9 @@ class TrainingDiverged(RlhfError):
 def one_line(text: object) -> str:
     """`text` on a single line."""
     return " ".join(str(text).split())
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """`; did you mean ...?`, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

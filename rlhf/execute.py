@@ -17,6 +17,7 @@ import numpy as np
 from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatches
 from rlhf.backends.megatron.adapters import parameters
 from rlhf.checkpoint import BEST, Checkpoints
+from rlhf.config.algo import GRPO
 from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.placement import Separate
 from rlhf.config.run import Run
@@ -66,7 +67,7 @@ def execute(run: Run, config: Any, sweep: bool = False) -> float | None:
         sweep: it is a job of a sweep.
 
     Returns:
-        The held-out forward KL after the last step; None without evaluation.
+        The run's objective, see `objective_of`.
 
     Raises:
         RlhfError: anything the user can do something about, in one line.
@@ -74,15 +75,15 @@ def execute(run: Run, config: Any, sweep: bool = False) -> float | None:
     resume = find(run, config, sweep)
     content = content_of(run, resume)
     run_dir = check(run.run, content)
-    if run.logger.console:
+    if run.logger.console and not sweep:
         print("checking models, tokenizers and data ...", flush=True)
     inputs = check_inputs(run)
     if resume is not None:
         check_data(resume, inputs.dataset)
         if finished(resume, run, run_dir, inputs.steps):
             print(described_as_done(resume, run_dir), flush=True)
-            return resume.state.evaluations.get(inputs.steps, {}).get("eval/forward_kl")
-    if run.logger.console and run.resume != "never":
+            return objective_of(run, resume.state.evaluations.get(inputs.steps, {}))
+    if run.logger.console and not sweep and run.resume != "never":
         print(described(resume), flush=True)
     folder = RunFolder.claim(run.run, config, content)
     try:
@@ -91,11 +92,11 @@ def execute(run: Run, config: Any, sweep: bool = False) -> float | None:
         if resume is not None and resume.in_place:
             prepare(resume, folder.path)
             continued = Continued(resume.state.step, resume.state.wandb_id)
-        log = build_log(run.logger, folder.path, run.run.name, config, inputs.steps, continued)
+        log = build_log(run.logger, folder.path, run.run.name, config, inputs.steps, continued, brief=sweep)
         try:
             if continued is None:
                 report_data(inputs, folder.path, log)
-            return train(run, inputs, folder, log, config, resume)
+            return train(run, inputs, folder, log, config, resume, sweep)
         finally:
             log.close()
     finally:
@@ -103,12 +104,18 @@ def execute(run: Run, config: Any, sweep: bool = False) -> float | None:
 
 
 def train(
-    run: Run, inputs: Inputs, claimed: RunFolder, log: MetricLog, config: Any, resume: Resume | None = None
+    run: Run,
+    inputs: Inputs,
+    claimed: RunFolder,
+    log: MetricLog,
+    config: Any,
+    resume: Resume | None = None,
+    sweep: bool = False,
 ) -> float | None:
     """Start the roles, run the loop, save, report; whatever happens, give the devices back."""
     folder = claimed.path
     bad_rows = BadRowList(folder / BAD_ROWS, log, len(inputs.dataset.bad_rows))
-    roles = start_roles(run, inputs, folder, log)
+    roles = start_roles(run, inputs, folder, log, sweep)
     checkpoints = Checkpoints(
         roles.trainer,
         folder / CHECKPOINTS,
@@ -154,6 +161,7 @@ def train(
         phases=log.seconds,
         eval_before=evaluator.results.get(0, {}),
         eval_after=evaluator.results.get(inputs.steps, {}),
+        rewards={name: value for name, value in log.latest.items() if name.startswith("reward/")},
         sample=decoded_sample(inputs, evaluator),
         checkpoint=final,
         saved=checkpoints.saved[:-1],
@@ -163,8 +171,18 @@ def train(
         roles=roles.described,
         versions=versions(),
     )
-    publish(summary, run, inputs, folder, log)
-    return summary.eval_after.get("eval/forward_kl")
+    publish(summary, run, inputs, folder, log, sweep)
+    return objective_of(run, summary.rewards | summary.eval_after)
+
+
+def objective_of(run: Run, measured: Metrics) -> float | None:
+    """What a sweep compares runs by, and its sweeper optimises; None where it wasn't measured.
+
+    The held-out forward KL (lower is better); under algo=grpo the held-out accuracy, or the last step's mean reward
+    where no verifier can tell it (higher is better).
+    """
+    names = ("eval/accuracy", "reward/mean") if isinstance(run.algo, GRPO) else ("eval/forward_kl",)
+    return next((measured[name] for name in names if name in measured), None)
 
 
 def shut_down(roles: Roles, checkpoints: Checkpoints) -> None:
@@ -174,7 +192,7 @@ def shut_down(roles: Roles, checkpoints: Checkpoints) -> None:
         checkpoints.remove_unfinished()
 
 
-def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles:
+def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog, sweep: bool = False) -> Roles:
     """Ray and every role, ready."""
     if isinstance(run.placement, Separate):
         from rlhf.placements.separate import start
@@ -182,7 +200,7 @@ def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles
         from rlhf.placements.colocate import start
 
     log.phase("start")
-    if run.logger.console:
+    if run.logger.console and not sweep:
         length = f"\nrun.epochs={run.run.epochs}: {inputs.steps} steps" if run.run.epochs else ""
         teacher = "itself" if isinstance(run.teacher, SelfTeacher) else run.teacher.model
         roles = "Ray and the trainer" if run.engine is None else "Ray, trainer and engine"
@@ -246,8 +264,10 @@ def verifier_of(run: Run, inputs: Inputs) -> Callable[[np.ndarray, int], bool] |
     return lambda tokens, row: solves(decode(tokens, skip_special_tokens=True), columns[row])
 
 
-def publish(summary: report.RunSummary, run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> None:
-    """The outcome: in every sink, in files, and on the terminal."""
+def publish(
+    summary: report.RunSummary, run: Run, inputs: Inputs, folder: Path, log: MetricLog, sweep: bool = False
+) -> None:
+    """The outcome: in every sink, in files, and on the terminal (of a job of a sweep in one line)."""
     report.write(summary, folder)
     resumed = {} if summary.resumed_from is None else {"resumed_from": summary.resumed_from}
     trained, every = parameters(inputs.architecture, inputs.adapter)
@@ -259,7 +279,9 @@ def publish(summary: report.RunSummary, run: Run, inputs: Inputs, folder: Path, 
             plot_run(folder)
         except RlhfError as error:  # the run itself is done and saved
             print(f"warning: no curves.svg: {error}", file=sys.stderr)
-    if run.logger.console:
+    if run.logger.console and sweep:
+        print(f"  {report.line(summary)}", flush=True)
+    elif run.logger.console:
         import rich.console
 
         report.show(summary, rich.console.Console(highlight=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -13,26 +14,26 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from rlhf.backends.keep import end_kept_ray
 from rlhf.config.arguments import check_arguments, check_folders, check_resume
 from rlhf.config.compose import to_run
 from rlhf.config.messages import explain, interrupted
 from rlhf.config.registry import PROJECT_ROOT, register
-from rlhf.stopping import Stopped, exit_code, watch
-from rlhf.sweep import Job
+from rlhf.stopping import Stopped, exit_code, unstoppable, watch
+from rlhf.sweep import Job, failures
 from rlhf.sweep import show as show_sweep
 from rlhf.sweep import write as write_sweep
 
 register()
 FULL_ERROR = os.environ.get("HYDRA_FULL_ERROR") == "1"
-failed: list[Exception] = []
-"""The errors of this process's jobs, already reported."""
+failed: list[str] = []
+"""The errors of this process's jobs, already reported. Their text alone: an error keeps what its run held alive."""
 jobs: list[Job] = []
 """Those of a sweep, in order; the last one may not have ended."""
 
 
 def objective(config: DictConfig, sweep: bool = False) -> float | None:
-    """One run of a composed configuration, or one job of a sweep. Returns the held-out forward KL, or None without
-    evaluation."""
+    """One run of a composed configuration, or one job of a sweep. Returns what `execute.objective_of` says of it."""
     run = to_run(config)
     from rlhf.execute import execute  # after the checks: it takes seconds to import
 
@@ -52,7 +53,9 @@ def job(config: DictConfig) -> float | None:
         if sweep:
             config.run.dir = command.runtime.output_dir
             config.run.name = f"{config.run.name}-{command.job.num}"
-            print(f"\njob {command.job.num}: {' '.join(command.overrides.task)}", flush=True)
+            if config.logger.wandb and config.logger.wandb_group is None:
+                config.logger.wandb_group = Path(command.sweep.dir).name
+            print(f"job {command.job.num}: {' '.join(command.overrides.task)}", flush=True)
         result = objective(config, sweep)
         done.ended()
         return result
@@ -60,9 +63,11 @@ def job(config: DictConfig) -> float | None:
         if interrupted(error):
             raise Stopped from error
         report(error, f"job {command.job.num} ({' '.join(command.overrides.task)}): " if sweep else "")
-        failed.append(error)
         done.error = explain(error) or repr(error)
+        failed.append(done.error)
         return None
+    finally:
+        gc.collect()  # what the run had in Ray's object store, which may outlive it
 
 
 def report(error: Exception, prefix: str = "") -> None:
@@ -84,9 +89,13 @@ def main() -> None:
             check_arguments(sys.argv[1:])
             entry()
         finally:
+            with unstoppable():
+                end_kept_ray()  # also where the sweep was interrupted
             if jobs:
                 show_sweep(jobs, write_sweep(jobs, jobs[0].folder.parent), rich.console.Console(highlight=False))
             sys.stdout.flush()
+            if line := failures(jobs):
+                print(f"error: {line}", file=sys.stderr)
     except KeyboardInterrupt as stop:
         print(f"warning: {str(stop) or 'interrupted; nothing was started'}", file=sys.stderr)
         sys.exit(exit_code())
@@ -94,7 +103,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         report(error)
-        failed.append(error)
+        failed.append(str(error))
     if failed:
         sys.exit(1)
 

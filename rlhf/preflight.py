@@ -16,12 +16,15 @@ from rlhf.batching import steps_of
 from rlhf.config.checks import check_schedule
 from rlhf.config.cluster import Device
 from rlhf.config.distill import TopK
+from rlhf.config.reward import FunctionReward
 from rlhf.config.run import MOST_STEPS, Run
 from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher
 from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import Needs
+from rlhf.data.table import PromptTable
 from rlhf.errors import ConfigError, ModelError
 from rlhf.memory import check_cache, check_memory, longest_sample
+from rlhf.rewards.build import check as check_rewards
 from rlhf.rewards.verify import has_verifier, solves
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -91,9 +94,11 @@ def check_inputs(run: Run) -> Inputs:
         seed=run.run.seed,
         eval_samples=run.eval.samples,
         eval_needs_response=run.reads_reference_responses,
-        needs=Needs.of(run.algo, run.rollout),
+        needs=Needs.of(run.algo, run.rollout, run.reward),
     )
     _check_lesson(run, dataset)
+    if isinstance(run.reward, FunctionReward):
+        check_rewards(run.reward, some_columns(dataset), run.plugins)
     if run.eval.accuracy and not can_be_verified(dataset):
         raise ConfigError(
             "eval.accuracy=true needs held-out rows with a verifier, which data=reasoning_gym has; use "
@@ -116,6 +121,13 @@ def name_of_base(run: Run, student: Path) -> str:
     """How an adapter of the student names its base: as the hub does, else the folder."""
     on_hub = assets.on_hub(run.model.path, "model.path") and not run.model.drop_layers
     return run.model.path.removeprefix("hf://") if on_hub else str(student)
+
+
+def some_columns(dataset: Dataset) -> Sequence[dict[str, Any]]:
+    """The columns of all rows to train on; of a stream, those of its first row."""
+    if isinstance(dataset.train, PromptTable):
+        return dataset.train.columns
+    return dataset.cursor(0, False, lambda row: None).take(1).table.columns
 
 
 def can_be_verified(dataset: Dataset) -> bool:

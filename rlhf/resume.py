@@ -32,6 +32,7 @@ from rlhf.training_state import TrainingState
 BAD_ROWS = "bad_rows.txt"
 
 DECIDES = (
+    "plugins",
     "model._target_",
     "model.path",
     "model.drop_layers",
@@ -123,7 +124,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], checkpoint: Path, in_a_
     Raises:
         ConfigError: one of them decides what the run is.
     """
-    old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = ({"plugins": [], **dict(_flat(section))} for section in (before, now))  # older runs have none
     changed = [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
     refused = [
         key

@@ -1,22 +1,43 @@
-"""The end of a sweep: one line a job, on the terminal and in `summary.csv` beside the jobs' folders."""
+"""A sweep: one Ray for all its jobs, and at the end one line a job, on the terminal and in `summary.csv`."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import rich.console
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
 from rich.table import Table
 from rich.text import Text
+
+from rlhf.backends.keep import end_kept_ray, keep_ray
+from rlhf.stopping import unstoppable
 
 FILE = "summary.csv"
 SUMMARY = "summary.json"
 """What a finished run leaves in its folder (`rlhf.report.summary`)."""
-RESULTS = ("eval/forward_kl", "eval/reverse_kl")
-"""Held out, after the last step; the first one orders the table, the best job first."""
+RESULTS = {"eval/forward_kl": 1, "eval/reverse_kl": 1, "eval/accuracy": -1, "reward/mean": -1}
+"""Held out, after the last step, or of the last step. 1: lower is better, -1: higher. The first one that any job has
+orders the table, the best job first."""
+
+
+class SweepCallback(Callback):
+    """Hydra's: whoever starts Ray must outlive the jobs. See `hydra.callbacks` in conf/config.yaml."""
+
+    def on_multirun_start(self, config: DictConfig, **more: Any) -> None:
+        """The first job that needs Ray starts it, or attaches to the one at cluster.address; the others use it."""
+        keep_ray()
+
+    def on_multirun_end(self, config: DictConfig, **more: Any) -> None:
+        """What was started is ended, what runs elsewhere is left as it is."""
+        with unstoppable():
+            end_kept_ray()
 
 
 @dataclass
@@ -46,7 +67,8 @@ class Job:
         if not path.is_file():
             return
         summary = json.loads(path.read_text(encoding="utf-8"))
-        self.results = {name: summary["eval_after"][name] for name in RESULTS if name in summary["eval_after"]}
+        measured = summary.get("rewards", {}) | summary["eval_after"]
+        self.results = {name: measured[name] for name in RESULTS if name in measured}
         self.results |= {"steps": summary["steps"], "seconds": round(summary["seconds"], 1)}
 
 
@@ -70,9 +92,9 @@ def show(jobs: Sequence[Job], path: Path, console: rich.console.Console) -> None
     varied = [key for key in keys if len({job.values.get(key) for job in jobs}) > 1]
     results = [name for name in (*RESULTS, "seconds") if any(name in job.results for job in jobs)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("job", *varied, *(name.removeprefix("eval/") for name in results)):
+    for title in ("job", *varied, *(_title(name) for name in results)):
         table.add_column(title, justify="left" if title in varied else "right")
-    for job in sorted(jobs, key=_order):
+    for job in sorted(jobs, key=_order(jobs)):
         values = [job.values.get(key, "") for key in varied]
         if not job.finished:
             table.add_row(str(job.number), *values, Text(job.status, style="red"))
@@ -84,9 +106,28 @@ def show(jobs: Sequence[Job], path: Path, console: rich.console.Console) -> None
     console.print(table)
 
 
-def _order(job: Job) -> tuple[bool, float, int]:
+def failures(jobs: Sequence[Job]) -> str | None:
+    """One line that names the jobs that failed; None if none has."""
+    failed = [job for job in jobs if job.error is not None]
+    if not failed:
+        return None
+    named = ", ".join(f"job {job.number} ({' '.join(job.overrides)})" for job in failed)
+    return f"{len(failed)} of {len(jobs)} jobs failed: {named}"
+
+
+def _order(jobs: Sequence[Job]) -> Callable[[Job], tuple[bool, float, int]]:
     """Failed ones last, those without a result before them."""
-    return not job.finished, job.results.get(RESULTS[0], float("inf")), job.number
+    first = next((name for name in RESULTS if any(name in job.results for job in jobs)), None)
+
+    def key(job: Job) -> tuple[bool, float, int]:
+        value = None if first is None else job.results.get(first)
+        return not job.finished, math.inf if first is None or value is None else value * RESULTS[first], job.number
+
+    return key
+
+
+def _title(name: str) -> str:
+    return name.removeprefix("eval/").replace("reward/mean", "reward")
 
 
 def _number(value: float | None) -> str:

@@ -113,14 +113,32 @@ class Rollouts:
     """[n] bool: the response ended by itself (a stop token) rather than at the length limit."""
 
 
+ROW = "data row"
+"""Column in which a row carries its own name (`file.jsonl:12`) for messages; no parameter can be called so."""
+
+
 @dataclass(frozen=True)
 class Rewards:
     """What the reward functions say about n responses."""
 
     total: Float32[np.ndarray, " n"]
-    """The weighted sum of `parts`."""
+    """The weighted sum of `parts`, over the functions that apply to the response; always finite."""
     parts: Mapping[str, Float32[np.ndarray, " n"]]
-    """Each function's own rewards, by its name, not weighted."""
+    """Each function's own rewards, by its name, not weighted. NaN where a function doesn't apply."""
+
+    def metrics(self) -> Metrics:
+        """Mean and spread of the total; of each function the mean, and over which share of the responses, if not all.
+
+        Example: `{"reward/mean": 0.5, "reward/std": 0.5, "reward/math_verify": 0.5, "reward/code_applies": 0.25, ...}`.
+        """
+        found = {"reward/mean": float(self.total.mean()), "reward/std": float(self.total.std())}
+        for name, part in self.parts.items():
+            applies = np.isfinite(part)
+            if applies.any():
+                found[f"reward/{name}"] = float(part[applies].mean())
+            if not applies.all():
+                found[f"reward/{name}_applies"] = float(applies.mean())
+        return found
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlhf.backends.daemons import end, is_actor, raylet_processes, still_runs
+from rlhf.backends.keep import KEEPER, Kept
 from rlhf.config.cluster import Cluster, Device
 from rlhf.errors import ClusterError, RlhfError, RoleDied, RoleFailed, one_line
 from rlhf.stopping import watch
@@ -211,7 +212,7 @@ def remedy(error: BaseException) -> str:
 
 
 class RayCluster:
-    """Ray and the run's placement group. Shuts down only what it started."""
+    """Ray and the run's placement group. Shuts down only what it started; in a sweep Ray stays for the next run."""
 
     def __init__(self, spec: Cluster, bundles: int) -> None:
         self.spec = spec
@@ -220,9 +221,15 @@ class RayCluster:
         self.group: PlacementGroup | None = None
         self.processes: list[Process] = []
         try:
+            if KEEPER.kept is not None and not (KEEPER.kept.fits(spec, bundles) and still_runs(KEEPER.kept.spec)):
+                end_ray()
+                KEEPER.kept = None
             if not ray.is_initialized():
                 self.started = True
                 self._start(bundles)
+                if KEEPER.keeping:
+                    self.started = False
+                    KEEPER.kept = Kept(spec, bundles)
             self.group = self._reserve(bundles)
         except BaseException:
             self.close()
@@ -308,39 +315,38 @@ class RayCluster:
         return process
 
     def release(self) -> None:
-        """Give the devices back, which ends the processes on them, and whoever waits for one of their answers fails."""
+        """Give the devices back, which ends the processes on them, and whoever waits for one of their answers fails.
+
+        Where Ray goes on, return when they are gone: the next run must find the memory of their devices free.
+        """
         if self.group is not None:
             remove_placement_group(self.group)
             self.group = None
+            if not self.started:
+                with suppress(RayError):
+                    list(ended(self.processes))
+            if KEEPER.kept is not None:  # then this run is the only one of this process
+                end([process for process in raylet_processes() if is_actor(process)], wait_s=NOTICE_S)
 
     def close(self) -> None:
         """Give the devices back; end Ray if this run started it."""
         self.release()
         if self.started:
-            helpers = raylet_processes()
-            ray.shutdown()
-            end(helpers)
+            end_ray()
             self.started = False
+
+
+def end_ray() -> None:
+    """End Ray if this process has started it, or detach from it."""
+    helpers = raylet_processes()
+    ray.shutdown()
+    end(helpers)
 
 
 def check_answers(address: str) -> None:
     """Raise OSError unless something listens at HOST:PORT: Ray itself would try again for many minutes."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-
-
-def raylet_processes() -> list[psutil.Process]:
-    """What Ray's daemon, a child of this process, has started: `ray.shutdown` leaves some to notice by themselves."""
-    daemons = [child for child in psutil.Process().children() if child.name() == "raylet"]
-    return [process for daemon in daemons for process in daemon.children(recursive=True)]
-
-
-def end(processes: list[psutil.Process]) -> None:
-    """SIGKILL for those that still run: nothing of theirs is worth keeping."""
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=10)
 
 
 def temporary_folder() -> str:

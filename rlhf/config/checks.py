@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rlhf.config.algo import GKD, OPSD
 from rlhf.config.base import not_yet, refuse_unused, require
 from rlhf.config.cluster import Device
-from rlhf.config.data import FileData, HubData, OnBadRow, RowsData
+from rlhf.config.data import OnBadRow, RowsData
 from rlhf.config.distill import NoDistill
 from rlhf.config.placement import Colocate, Separate
 from rlhf.config.reward import NoReward
@@ -59,9 +59,9 @@ def check(run: Run) -> None:
     )
     if run.cluster.device is Device.cuda:
         _check_replicas(run)
-    if run.eval.samples == 0 and isinstance(run.data, FileData | HubData):
+    if run.eval.samples == 0 and isinstance(run.data, RowsData):
         why = "with eval.samples=0 (no evaluation)"
-        refuse_unused(run.data, "data", ("eval_path", "eval_split"), why, "use eval.samples=16")
+        refuse_unused(run.data, "data", ("eval_path", "eval_split", "eval_function"), why, "use eval.samples=16")
     if run.run.steps is not None:
         check_schedule(run.train, run.run.steps, f"run.steps={run.run.steps}")
     uncounted = isinstance(run.data, RowsData) and run.data.streaming and run.data.on_bad_row is OnBadRow.skip

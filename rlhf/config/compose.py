@@ -14,11 +14,13 @@ from rlhf.config.registry import GROUPS, PROJECT_ROOT, SECTIONS, register, targe
 from rlhf.config.run import Run
 from rlhf.config.suggest import unknown_key
 from rlhf.errors import ConfigError
+from rlhf.plugins import load_plugins
 
 HINTS = {
     "model.path": "model.path=FOLDER (the student's Hugging Face checkpoint)",
     "data.path": "data.path=rows.jsonl",
     "data.name": "data.name=openai/gsm8k",
+    "data.function": "data.function=rows.py:easy (a function that yields rows, or a name that a plugin registers)",
     "teacher.model": "teacher.model=FOLDER (a Hugging Face checkpoint with the student's tokenizer)",
 }
 
@@ -34,6 +36,7 @@ def to_run(config: DictConfig) -> Run:
     for key in map(str, config):
         if key not in names:
             raise ConfigError(unknown_key(key, config))
+    load_plugins(plugins_of(config))
     missing = sorted(OmegaConf.missing_keys(config))
     incomplete = {key.partition(".")[0] for key in missing}
     if "model.path" in missing:
@@ -61,15 +64,30 @@ def sections_of(overrides: list[str], names: tuple[str, ...], values: dict[str, 
         config = compose("config", overrides)
     for key, value in values.items():
         OmegaConf.update(config, key, value)
+    load_plugins(plugins_of(config))
     missing = sorted(key for key in OmegaConf.missing_keys(config) if key.partition(".")[0] in names)
     if missing:
         raise ConfigError(f"missing value: write {HINTS.get(missing[0], f'{missing[0]}=...')}")
     return {name: _section(name, config) for name in names}
 
 
+def plugins_of(config: DictConfig) -> list[str]:
+    """Key `plugins`, which is neither a group nor a section."""
+    value = config.get("plugins")
+    entries = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else value
+    if not isinstance(entries, list) or not all(isinstance(entry, str) and entry.strip() for entry in entries):
+        raise ConfigError(f"plugins={entries} must be a list of files and modules; write plugins=[mine.py]")
+    for entry in entries:
+        if entries.count(entry) > 1:
+            raise ConfigError(f"plugins={entries} names {entry} twice; keep one")
+    return entries
+
+
 def _section(name: str, config: DictConfig) -> Any:
     """One section as its dataclass. `+KEY`, `~KEY` and `SECTION=VALUE` get past Hydra's own checks; not past this."""
     section = config.get(name)
+    if name == "plugins":
+        return plugins_of(config)
     if name not in GROUPS and name not in SECTIONS:
         return section
     specs = {target_of(spec): spec for spec in (GROUPS.get(name) or {name: SECTIONS[name]}).values()}

@@ -43,7 +43,8 @@ class DataCommon:
     """Reference responses are cut to this many tokens where they are trained on (`rollout=none`, `algo.lmbda`)."""
     preprocessor: str | None = None
     """Changes every row before it is checked: `opsd_reference_solution` (makes a `teacher_prompt` of prompt and
-    reference response), or your own function from a row to a row: `package.module.function` or `file.py:function`."""
+    reference response), or your own function from a row to a row: a name that one of `plugins` registers,
+    `package.module.function` or `file.py:function`."""
     on_bad_row: OnBadRow = OnBadRow.error
     """error | skip: rows without a usable prompt, broken JSON, wrong types, over-long prompts."""
     shuffle: bool = True
@@ -112,6 +113,24 @@ class RowsData(DataCommon):
             why = f"with data.streaming={written(self.streaming)} data.shuffle={written(self.shuffle)}"
             remedy = "use data.streaming=true data.shuffle=true"
             refuse_unused(self, "data", ("shuffle_buffer",), why, remedy)
+
+
+@dataclass(kw_only=True)
+class PluginData(RowsData):
+    """Rows from a function of yours that returns or yields them as dicts, the same ones each time it is called."""
+
+    function: str = "???"
+    """A name that one of `plugins` registers (`@register_dataset`), `package.module.function` or `file.py:function`."""
+    eval_function: str | None = None
+    """Held-out rows, the first `eval.samples` of them; null holds out the last ones of `function`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the functions, e.g. `data.options.level=3`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("function", "eval_function"):
+            if (value := getattr(self, key)) is not None:
+                require_text(f"data.{key}", value, "rows.py:easy")
 
 
 @dataclass(kw_only=True)

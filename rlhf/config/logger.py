@@ -35,10 +35,12 @@ class Logger:
     """W&B project."""
     wandb_entity: str | None = None
     """W&B team or user; null: your default."""
+    wandb_group: str | None = None
+    """W&B group; null: the jobs of a sweep (-m) are grouped by the name of its folder, other runs aren't."""
     wandb_mode: WandbMode = WandbMode.online
     """online | offline."""
 
     def __post_init__(self) -> None:
         if not self.wandb:
-            keys = ("wandb_project", "wandb_entity", "wandb_mode")
+            keys = ("wandb_project", "wandb_entity", "wandb_group", "wandb_mode")
             refuse_unused(self, "logger", keys, "without Weights & Biases", "use logger=wandb")

@@ -13,8 +13,8 @@ from hydra.errors import (
 )
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from rlhf.config.suggest import nearest, unknown_key
-from rlhf.errors import RlhfError, one_line
+from rlhf.config.suggest import unknown_key
+from rlhf.errors import RlhfError, nearest, one_line
 
 REWRITES = [
     (r"Could not append to config\. An item is already at '([^']*)'.*", r"+\1: the key exists already; write \1=VALUE"),

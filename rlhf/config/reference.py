@@ -48,6 +48,7 @@ def render() -> str:
         parts += [f"## {section}\n", _prose(spec), _table(section, spec, config.get(section, {}))]
         parts.append(_choices(section, spec, enums_of(spec).values()))
     parts += ["## resume\n", _table("", Run, {"resume": config["resume"]}, only=("resume",))]
+    parts += ["## plugins\n", _table("", Run, {"plugins": config["plugins"]}, only=("plugins",))]
     for group in _order():
         parts += [f"## {group}\n", f"{_meaning(group)}\n"]
         shown: dict[Any, str] = {}
@@ -191,6 +192,7 @@ def _type(field: dataclasses.Field[Any], enums: dict[str, type[enum.Enum]]) -> s
     names = {
         "list[int]": "list of int",
         "list[str]": "list of str",
+        "list[float]": "list of float",
         "dict[str, Any]": "mapping",
         "Targets": "str or list of str",
     }

@@ -32,7 +32,12 @@ GROUPS: dict[str, dict[str, type]] = {
     "model": {"smollm2_24l": model.SmolLM2With24Layers, "hf": model.Model},
     "train": {"megatron": train.Train},
     "rollout": {"vllm": rollout.VllmRollout, "none": rollout.NoRollout},
-    "data": {"reasoning_gym": data.ReasoningGymData, "file": data.FileData, "hub": data.HubData},
+    "data": {
+        "reasoning_gym": data.ReasoningGymData,
+        "file": data.FileData,
+        "hub": data.HubData,
+        "plugin": data.PluginData,
+    },
     "reward": {"none": reward.NoReward, "functions": reward.FunctionReward},
     "logger": {"default": logger.Logger, "wandb": logger.Logger},
     "cluster": {"local": cluster.Cluster, "attached": cluster.Cluster},

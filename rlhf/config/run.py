@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -130,6 +130,9 @@ class Run:
     """never | auto | FOLDER. auto: go on from the newest checkpoint in run.dir, or start at the beginning where there
     is none. FOLDER: go on from a checkpoint, or from the newest one of a run; in place if it is in run.dir, else in a
     new run. auto needs a run.name of yours; in a sweep (-m), hydra.sweep.dir=multirun/NAME."""
+    plugins: list[str] = field(default_factory=list)
+    """Your own preprocessors, reward functions and data sets: `path/to/file.py` or `package.module` each, imported
+    before anything else is checked. See docs/plugins.md."""
     model: Model
     """The student."""
     train: Train

@@ -31,12 +31,6 @@ def unknown_key(key: str, config: DictConfig) -> str:
     return f"{message}; {where} has {', '.join(siblings) if siblings else 'no keys'}"
 
 
-def nearest(word: str, known: list[str]) -> str:
-    """`; did you mean ...?`, or nothing."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def _names(section: Any) -> list[str]:
     names = [str(name) for name in section] if OmegaConf.is_dict(section) else []
     return [name for name in names if name not in ("_target_", "hydra")]

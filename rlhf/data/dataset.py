@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.config.data import DataCommon, FileData, HubData, OnBadRow, ReasoningGymData, RowsData
+from rlhf.config.data import DataCommon, FileData, HubData, OnBadRow, PluginData, ReasoningGymData, RowsData
 from rlhf.data.bad_rows import BadRows
 from rlhf.data.cursor import Cursor, StreamCursor, TableCursor
 from rlhf.data.exercises import read_reasoning_gym
 from rlhf.data.files import read_files
 from rlhf.data.hub_rows import read_hub
+from rlhf.data.plugin_rows import read_plugin
 from rlhf.data.raw import RowSource
 from rlhf.data.read import read_chunks
 from rlhf.data.rows import NOTHING_MORE, BadRow, Needs
@@ -106,6 +107,10 @@ def open_sources(spec: DataCommon, seed: int, eval_samples: int) -> tuple[RowSou
     if isinstance(spec, HubData):
         own = spec.eval_split is not None and eval_samples > 0
         return read_hub(spec, spec.split), read_hub(spec, spec.eval_split or "") if own else None
+    if isinstance(spec, PluginData):
+        own = spec.eval_function is not None and eval_samples > 0
+        held_out = read_plugin(spec.eval_function or "", "data.eval_function", spec) if own else None
+        return read_plugin(spec.function, "data.function", spec), held_out
     raise AssertionError(f"no reader for {type(spec).__name__}")
 
 

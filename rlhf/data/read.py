@@ -51,7 +51,7 @@ def read_rows(rows: Iterable[Numbered], tokenizer: Any, spec: DataCommon, needs:
         if isinstance(row, BadRow):
             bad.append(row)
         else:
-            good.append(row)
+            good.append(needs.complete(row))
     table, refused = tokenise_rows(good, tokenizer, spec)
     position = {where: place for place, where in enumerate(numbers)}
     bad = sorted([*bad, *refused], key=lambda row: position[row.where])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.config.algo import GKD, OPSD
+from rlhf.config.reward import FunctionReward
 from rlhf.config.run import on_policy_share
 from rlhf.errors import one_line
+from rlhf.types import ROW
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 UNSUPPORTED = {
@@ -51,13 +53,26 @@ class Needs:
 
     response: bool = False
     teacher_prompt: bool = False
+    for_rewards: bool = False
+    """Its columns carry what reward functions may be told besides: the reference response, and the row's name."""
 
     @classmethod
-    def of(cls, algo: Any, rollout: Any) -> Needs:
+    def of(cls, algo: Any, rollout: Any, reward: Any = None) -> Needs:
         """What these groups need."""
         off_policy = on_policy_share(algo, rollout) < 1
         writes = isinstance(algo, GKD) and algo.seq_kd
-        return cls(response=off_policy and not writes, teacher_prompt=isinstance(algo, OPSD))
+        return cls(
+            response=off_policy and not writes,
+            teacher_prompt=isinstance(algo, OPSD),
+            for_rewards=isinstance(reward, FunctionReward),
+        )
+
+    def complete(self, row: Row) -> Row:
+        """With all columns that are needed."""
+        if not self.for_rewards:
+            return row
+        response = {} if row.response is None else {"response": row.response}
+        return replace(row, columns={**row.columns, **response, ROW: row.where})
 
     def lacking(self, row: Row) -> str | None:
         """Why the row can't be used."""

@@ -55,11 +55,14 @@ class MetricLog:
         self.sinks = [*sinks, *([console] if console else [])]
         self.seconds: dict[str, float] = {}
         """Sums of all `time/NAME` metrics by NAME, for the summary."""
+        self.latest: Metrics = {}
+        """The last value of each metric."""
         self.wandb_id: str | None = None
         """Of the W&B run, if there is one."""
 
     def log(self, step: int, metrics: Metrics) -> None:
         values = {name: float(value) for name, value in metrics.items()}
+        self.latest |= values
         for name, value in values.items():
             if name.startswith("time/"):
                 phase = name.removeprefix("time/")
@@ -107,8 +110,11 @@ def build(
     config: dict[str, Any],
     total_steps: int,
     continued: Continued | None = None,
+    brief: bool = False,
 ) -> MetricLog:
-    """The sinks that `spec` switches on. Raises ConfigError where one can't be used at all, before the run starts."""
+    """The sinks that `spec` switches on. Raises ConfigError where one can't be used at all, before the run starts.
+
+    `brief`: on the terminal the progress bar alone."""
     run_dir.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = []
     wandb_id = None
@@ -130,7 +136,7 @@ def build(
     if spec.console:
         from rlhf.loggers.console import Console
 
-        console = Console(total_steps, first=continued.step if continued else 0)
+        console = Console(total_steps, first=continued.step if continued else 0, brief=brief)
     log = MetricLog(sinks, console)
     log.wandb_id = wandb_id
     return log

@@ -75,10 +75,13 @@ class _RichConsole(rich.console.Console):
 
 
 class Console:
-    """The sink. `first`: steps that an earlier part of the run has done. `console` is for tests and for callers that
-    print on the same one."""
+    """The sink. `first`: steps that an earlier part of the run has done. `brief`: no lines but warnings, for the jobs
+    of a sweep. `console` is for tests and for callers that print on the same one."""
 
-    def __init__(self, total_steps: int, console: rich.console.Console | None = None, first: int = 0) -> None:
+    def __init__(
+        self, total_steps: int, console: rich.console.Console | None = None, first: int = 0, brief: bool = False
+    ) -> None:
+        self._brief = brief
         self.console = console or _RichConsole(highlight=False)
         self._live = self.console.is_terminal and not self.console.is_dumb_terminal
         self._total = total_steps
@@ -111,6 +114,10 @@ class Console:
         self._print(f"warning: {one_line(text)}", style="yellow")
 
     def log(self, step: int, metrics: Metrics) -> None:
+        if self._brief:
+            if any(name.startswith("train/") for name in metrics):
+                self._progress.update(self._task, completed=step)
+            return
         # Columns appear with their first value and stay, so that an algorithm shows only what it has.
         shown = tuple(column for column in COLUMNS if column in self._shown or column.cell(metrics) != "-")
         if any(column.cell(metrics) != "-" for column in shown):

@@ -52,6 +52,7 @@ class Wandb:
                 self._run = init(
                     project=spec.wandb_project,
                     entity=spec.wandb_entity,
+                    group=spec.wandb_group,
                     name=run_name,
                     config=config,
                     dir=run_dir,

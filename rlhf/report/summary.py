@@ -54,6 +54,8 @@ class RunSummary:
     eval_before: Metrics = field(default_factory=dict)
     """`eval/forward_kl`, `eval/reverse_kl`; empty without evaluation."""
     eval_after: Metrics = field(default_factory=dict)
+    rewards: Metrics = field(default_factory=dict)
+    """`reward/mean` and the like, of the last step; empty without reward functions."""
     sample: Sample | None = None
     checkpoint: Path | str | None = None
     """The final Hugging Face checkpoint."""
@@ -89,6 +91,19 @@ def read(run_dir: Path) -> RunSummary:
         return RunSummary(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise DataError(f"{path} isn't a summary of this version of rlhf: {error}") from error
+
+
+def line(summary: RunSummary) -> str:
+    """The outcome in one line, for a job of a sweep."""
+    parts = []
+    for key, title in (("forward_kl", "forward KL"), ("accuracy", "accuracy")):
+        values = [measured.get(f"eval/{key}") for measured in (summary.eval_before, summary.eval_after)]
+        if values[1] is not None:
+            parts.append(f"{title} {' -> '.join(_number(value) for value in values if value is not None)}")
+    if (reward := summary.rewards.get("reward/mean")) is not None:
+        parts.append(f"reward {_number(reward)}")
+    took = f"{summary.steps} steps in {_duration(summary.seconds)}"
+    return "; ".join([took, *parts, shown_path(Path(summary.directory))])
 
 
 def show(summary: RunSummary, console: rich.console.Console) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 SOLVED = 0.99
@@ -18,22 +18,30 @@ def has_verifier(columns: Mapping[str, Any]) -> bool:
 
 def solves(response: str, columns: Mapping[str, Any]) -> bool:
     """Whether the final answer of `response` is right. The row must have a verifier."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # reasoning-gym's own, on import
-        import reasoning_gym
+    return score_of(response, columns) >= SOLVED
 
-    score = reasoning_gym.get_score_answer_fn(columns["task"])
+
+def score_of(response: str, columns: Mapping[str, Any]) -> float:
+    """What the row's verifier gives the final answer of `response`, in [0, 1]. The row must have one.
+
+    Zero for what a task's own scorer can't read: a model may write anything.
+    """
+    score = load_library().get_score_answer_fn(columns["task"])
     whole = any(sign in str(columns["entry"]["answer"]) for sign in ("\n", "="))  # a grid, an equation
     answer = response.strip() if whole else final_answer(response)
-    return _score(score, answer, columns["entry"]) >= SOLVED
-
-
-def _score(score: Callable[[str, Any], float], answer: str, entry: Any) -> float:
-    """Zero for what a task's own scorer can't read: a model may write anything."""
     try:
-        return float(score(answer, entry))
+        return float(score(answer, columns["entry"]))
     except Exception:
         return 0.0
+
+
+def load_library() -> Any:
+    """reasoning-gym, which takes seconds to import."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        import reasoning_gym
+
+    return reasoning_gym
 
 
 def final_answer(response: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,9 +21,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from rlhf.config.reward import FunctionReward
 from rlhf.errors import RlhfError
 from rlhf.preflight import check_inputs
 from rlhf.report.summary import read
+from rlhf.types import ROW
 from tests.integration.runs import (
     composed,
     descendants,
@@ -202,24 +206,43 @@ def test_interrupted_before_the_first_step(world: tuple[Path, list[str]], tmp_pa
         assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_sweep_in_bfloat16(world: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """Two jobs in one process, each with its own folder; trainer and engine in bfloat16 agree as far as it can. One
-    epoch of a stream, whose rows make one batch; a stop token of one's own."""
+def test_a_sweep(world: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """Two jobs that work, one that fails while it runs, one that fails before: one Ray for all, nothing of a job left
+    when the next one starts, and a folder each. In bfloat16 trainer and engine agree as far as it can. One epoch of a
+    stream; a stop token of one's own."""
     arguments = [*world[1], "train.dtype=bfloat16", "rollout.dtype=bfloat16", "eval.samples=0", "data.streaming=true"]
-    arguments += ["run.steps=null", "run.epochs=1", "train.global_batch_samples=40", "rollout.stop_token_ids=[5]"]
-    done = launch(["-m", *arguments, "run.seed=0,1"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    (sweep,) = (tmp_path / "multirun").iterdir()
+    arguments += ["run.steps=null", "run.epochs=1", "train.global_batch_samples=20", "rollout.stop_token_ids=[5]"]
+    process = start(["-m", *arguments, "train.lr=1e-3,1e30,-1,2e-3", "hydra.sweep.dir=multirun/lr"], tmp_path)
+    daemons, most_trainers = set(), 0
+    while process.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            daemons |= {child.pid for child in psutil.Process(process.pid).children() if child.name() == "raylet"}
+            most_trainers = max(most_trainers, len(role_processes(process.pid).get("TrainerActor", [])))
+        time.sleep(0.1)
+    out, err = process.communicate()
+    assert process.returncode == 1, err
+    assert len(daemons) == 1 and most_trainers == 1
+    assert not any(psutil.pid_exists(pid) for pid in daemons)
+
+    sweep = tmp_path / "multirun" / "lr"
+    rows = list(csv.DictReader((sweep / "summary.csv").read_text().splitlines()))
+    assert [float(row["train.lr"]) for row in rows] == [1e-3, 1e30, -1, 2e-3]
+    assert [row["status"] for row in rows] == ["done", "failed", "failed", "done"]
+    assert err.splitlines()[-1].startswith("error: 2 of 4 jobs failed: job 1 (")
+    assert sum(line.startswith("error: job") for line in err.splitlines()) == 2 and "Traceback" not in out + err
+    begun = [line for line in out.splitlines() if line.startswith("job ")]
+    outcomes = [line for line in out.splitlines() if line.startswith("  2 steps in ")]
+    assert (len(begun), len(outcomes)) == (5, 2), out  # with the table's head
     losses = []
-    for number in ("0", "1"):
-        metrics = metrics_of(sweep / number)[1]
-        assert metrics["rollout/logprob_gap_mean"] < 0.05
-        assert (metrics["data/epoch"], metrics["data/bad_rows"]) == (1.0, 0.0) and metrics["batch/tokens"] > 400
-        assert 2 not in metrics_of(sweep / number)
-        losses.append(metrics["train/loss"])
+    for number in ("0", "3"):
+        metrics = metrics_of(sweep / number)
+        assert metrics[1]["rollout/logprob_gap_mean"] < 0.05
+        assert (metrics[2]["data/epoch"], metrics[2]["data/bad_rows"]) == (1.0, 0.0)
+        assert metrics[2]["batch/tokens"] > 200 and 3 not in metrics
+        losses.append([metrics[step]["train/loss"] for step in (1, 2)])
         model = AutoModelForCausalLM.from_pretrained(sweep / number / "checkpoints" / "final", dtype="auto")
         assert model.dtype is torch.bfloat16
-    assert losses[0] != losses[1]
+    assert losses[0][0] == losses[1][0] and losses[0][1] != losses[1][1]
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_one_line(world: tuple[Path, list[str]], tmp_path: Path) -> None:
@@ -265,6 +288,16 @@ def test_mistakes_are_found_before_a_process_starts(world: tuple[Path, list[str]
     for extra, message in cases:
         with pytest.raises(RlhfError, match=re.escape(message)):
             check_inputs(composed([*overrides, *extra]))
+    run = composed(overrides)
+    for function, message in [
+        ("code", "code needs a column 'tests', which the data doesn't have"),
+        ("formt", "format?"),
+    ]:
+        run.reward = FunctionReward(functions=[function])
+        with pytest.raises(RlhfError, match=re.escape(message)):
+            check_inputs(run)
+    run.reward = FunctionReward(functions=["format"])
+    assert check_inputs(run).dataset.train.columns[0] == {ROW: f"{folder / 'rows.jsonl'}:1"}
     config = json.loads((folder / "student" / "config.json").read_text())
     config["architectures"] = ["GPT2LMHeadModel"]
     (folder / "student" / "config.json").write_text(json.dumps(config))

@@ -20,6 +20,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf import launch
+from rlhf.backends.keep import KEEPER
 from rlhf.config.arguments import check_arguments
 from rlhf.config.cluster import Device
 from rlhf.config.compose import to_run
@@ -39,6 +40,8 @@ REQUIRED = {
     "model=hf": ["model.path=student", "teacher.model=teacher"],
     "data=file": ["data.path=rows.jsonl"],
     "data=hub": ["data.name=a/b"],
+    "data=plugin": ["data.function=rows.py:easy"],
+    "reward=functions": ["reward.functions=[format]"],
 }
 
 NOT_YET = "is not available yet; what works today:"
@@ -47,7 +50,7 @@ REFUSED = {
     "distill=sampled": f"distill=sampled {NOT_YET} distill=topk or distill=fullvocab",
     "distill=none": "algo=gkd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
     "teacher=none": "algo=gkd needs a teacher, got teacher=none; use teacher=colocated or teacher=standalone",
-    "reward=functions": f"reward=functions {NOT_YET} reward=none with algo=gkd",
+    "reward=functions": "algo=gkd learns from a teacher and would ignore reward.*; use reward=none",
 }
 
 
@@ -123,7 +126,7 @@ def test_files_and_registry_agree() -> None:
     files = {(path.parent.name, path.stem) for path in CONF.glob("*/*.yaml")}
     assert files == set(GROUP_OPTIONS)
     sections = {field.name for field in dataclasses.fields(Run)}
-    assert sections == set(GROUPS) | set(SECTIONS) | {"resume"}
+    assert sections == set(GROUPS) | set(SECTIONS) | {"plugins", "resume"}
     assert set(composed()) == sections
 
 
@@ -651,9 +654,12 @@ def test_one_bad_job_does_not_stop_a_sweep(
     assert [run.algo.beta for run in executed] == [0, 1]
     assert [Path(run.run.dir).relative_to(Path.cwd()) for run in executed] == [Path("sweep/0"), Path("sweep/2")]
     out, err = capsys.readouterr()
-    assert err == "error: job 1 (algo.beta=9): algo.beta must be in [0.0, 1.0], got 9.0\n"
-    *jobs, sweep = out.split("\n\n")
-    assert jobs == ["\njob 0: algo.beta=0", "job 1: algo.beta=9", "job 2: algo.beta=1"]
+    assert err.splitlines() == [
+        "error: job 1 (algo.beta=9): algo.beta must be in [0.0, 1.0], got 9.0",
+        "error: 1 of 3 jobs failed: job 1 (algo.beta=9)",
+    ]
+    jobs, sweep = out.split("\n\n")
+    assert jobs.splitlines() == ["job 0: algo.beta=0", "job 1: algo.beta=9", "job 2: algo.beta=1"]
     assert sweep.splitlines()[0].startswith("Sweep: 3 jobs, 1 of them without a result; ")
     assert [line.split()[:2] for line in sweep.splitlines()[2:]] == [["0", "0"], ["2", "1"], ["1", "9"]]
 
@@ -667,10 +673,35 @@ def test_resume_auto_needs_a_folder_it_can_find_again(
     assert [run.run.dir.removeprefix(f"{Path.cwd()}/") for run in executed] == ["outputs/mine", "multirun/mine/0"]
     assert launched(monkeypatch, *auto) == 1
     assert launched(monkeypatch, "-m", *auto) == 1
-    named, swept = capsys.readouterr().err.splitlines()
+    named, swept, _ = capsys.readouterr().err.splitlines()
     assert named.startswith("error: resume=auto looks for ") and named.endswith("write run.name=NAME")
     assert swept.startswith("error: job 0 (") and swept.endswith("write hydra.sweep.dir=multirun/NAME")
     assert len(executed) == 2
+
+
+def test_jobs_of_a_sweep_are_one_group_of_wandb(executed: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ["-m", "algo.beta=0,1", "logger=wandb", "hydra.sweep.dir=multirun/mine"]
+    assert launched(monkeypatch, *keys) == 0
+    assert launched(monkeypatch, *keys[:-1], "logger.wandb_group=ours", "hydra.sweep.dir=multirun/other") == 0
+    assert launched(monkeypatch, "logger=wandb") == 0
+    assert [run.logger.wandb_group for run in executed] == ["mine", "mine", "ours", "ours", None]
+
+
+def test_ray_outlives_the_jobs_of_a_sweep_and_nothing_else(
+    executed: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def execute(run: Run, config: object, sweep: bool) -> None:
+        seen.append(KEEPER.keeping)
+        if run.algo.beta == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["rlhf.execute"], "execute", execute)
+    assert launched(monkeypatch, "-m", "algo.beta=0,0.5") == 0 and not KEEPER.keeping
+    assert launched(monkeypatch, "-m", "algo.beta=0,1,0.5", "hydra.sweep.dir=two") == 130 and not KEEPER.keeping
+    assert launched(monkeypatch, "algo.beta=0") == 0 and not KEEPER.keeping
+    assert seen == [True, True, True, True, False]
 
 
 def test_a_sweep_that_works(executed: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:

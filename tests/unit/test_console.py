@@ -42,6 +42,16 @@ def test_the_bar_of_a_resumed_run_starts_where_it_was():
     sink.close()
 
 
+def test_jobs_of_a_sweep_print_warnings_only():
+    sink = Console(16, rich.console.Console(file=io.StringIO(), force_terminal=False, width=80), brief=True)
+    sink.log(0, {"eval/forward_kl": 0.8})
+    assert sink._progress.tasks[0].completed == 0
+    sink.log(1, STEP)
+    assert sink._progress.tasks[0].completed == 1
+    sink.warn("look")
+    assert lines(sink) == ["warning: look"]
+
+
 def lines(sink):
     sink.close()
     return sink.console.file.getvalue().splitlines()

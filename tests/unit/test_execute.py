@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import rlhf.placements.colocate
 import rlhf.placements.separate
 from rlhf.backends.megatron.architecture import Architecture
 from rlhf.checkpoint import Checkpoints
-from rlhf.config.algo import GKD
+from rlhf.config.algo import GKD, GRPO
 from rlhf.config.cluster import Cluster
 from rlhf.config.data import FileData, OnBadRow
 from rlhf.config.distill import FullVocab, Tail, TopK
@@ -36,7 +37,7 @@ from rlhf.data.rows import BadRow
 from rlhf.distill.fullvocab import FullVocabDistill
 from rlhf.distill.topk import TopKDistill
 from rlhf.errors import ConfigError, RoleDied
-from rlhf.execute import build_objective, largest_gap, report_data, saved_text, train, verifier_of
+from rlhf.execute import build_objective, largest_gap, objective_of, report_data, saved_text, train, verifier_of
 from rlhf.loggers.base import MetricLog, build
 from rlhf.preflight import Inputs
 from rlhf.roles.doubles import Done, DoubleEngine, DoubleScorer, DoubleTrainer, doubles
@@ -281,6 +282,32 @@ def test_rollouts_ahead_reach_the_log(tmp_path: Path, roles: Roles) -> None:
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["rollout/staleness"] for step in logged if "rollout/staleness" in step] == [0, 1, 1]
     assert largest_gap(run_of(tmp_path, placement=Separate(max_staleness=1))) == math.inf
+
+
+def test_what_a_sweep_compares_runs_by(tmp_path: Path) -> None:
+    measured = {"eval/forward_kl": 0.5, "eval/accuracy": 0.25, "reward/mean": 0.75}
+    assert objective_of(run_of(tmp_path), measured) == 0.5
+    assert objective_of(run_of(tmp_path), {"eval/accuracy": 0.25}) is None
+    by_reward: Any = SimpleNamespace(algo=GRPO.__new__(GRPO))
+    assert objective_of(by_reward, measured) == 0.25
+    assert objective_of(by_reward, {"reward/mean": 0.75, "reward/std": 1.0}) == 0.75
+
+
+def test_a_job_of_a_sweep_prints_one_line(tmp_path: Path, roles: Roles, capsys: pytest.CaptureFixture[str]) -> None:
+    class Rewarded(DoubleTrainer):
+        def train(self, experience: Any) -> Done[dict[str, float]]:
+            return Done({**super().train(experience).value, "reward/mean": float(experience.step)})
+
+    roles.trainer = Rewarded(roles.trainer.events, roles.trainer.scored)
+    folder = tmp_path / "test"
+    run = run_of(folder, run=RunSection(name="test", dir=str(folder), steps=2), logger=Logger(tensorboard=False))
+    claimed = RunFolder.claim(run.run, {})
+    log = build(run.logger, claimed.path, run.run.name, {}, 2, brief=True)
+    assert train(run, inputs_of(), claimed, log, {}, sweep=True) == 1 / 3
+    claimed.release()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("  2 steps in ") and "; forward KL 1.0000 -> 0.3333; reward 2.0000; " in line
+    assert json.loads((folder / "summary.json").read_text())["rewards"] == {"reward/mean": 2.0}
 
 
 def test_without_evaluation_there_is_no_objective(tmp_path: Path, roles: Roles) -> None:

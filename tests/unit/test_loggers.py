@@ -159,6 +159,7 @@ def test_wandb_offline_writes_files_and_uses_no_network(tmp_path, wandb_home, ca
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     hooks = sys.exit, sys.excepthook, sys.stdout
     spec = Logger(**NONE, wandb=True, wandb_mode=WandbMode.offline, wandb_project="proj", wandb_entity="team")
+    spec.wandb_group = "my-sweep"
     log = build(spec, tmp_path / "run", "my-run", {"algo": {"beta": 0.5}}, 2)
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert hooks == (sys.exit, sys.excepthook, sys.stdout)
@@ -169,7 +170,7 @@ def test_wandb_offline_writes_files_and_uses_no_network(tmp_path, wandb_home, ca
     log.close()
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     content = written.read_bytes()
-    for text in ("my-run", "proj", "team", "beta", "train/loss", "eval/forward_kl", "eval_before"):
+    for text in ("my-run", "proj", "team", "my-sweep", "beta", "train/loss", "eval/forward_kl", "eval_before"):
         assert text.encode() in content
     with pytest.raises(BlockingIOError):
         wandb_home.accept()

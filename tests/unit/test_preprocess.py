@@ -155,7 +155,7 @@ def spoils(row: dict[str, Any]) -> dict[str, Any]:
     [
         (
             "opsd_reference_solutions",
-            "doesn't exist; write opsd_reference_solution, package",
+            r"doesn't exist; did you mean opsd_reference_solution\?; write opsd_reference_solution, package",
         ),
         ("gone.py:f", "can't be imported: FileNotFoundError: no file gone.py"),
         ("no_such_package.f", "can't be imported: ModuleNotFoundError: No module named 'no_such_package'"),

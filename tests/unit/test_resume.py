@@ -277,6 +277,12 @@ def test_the_refusal_names_all_of_them(tmp_path: Path) -> None:
         compare(BEFORE, now, tmp_path)
 
 
+def test_plugins_decide_what_a_run_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"with plugins=\['mine\.py'\] \(was \[\]\): that would be another run"):
+        compare(BEFORE, BEFORE | {"plugins": ["mine.py"]}, tmp_path)
+    assert compare(BEFORE, BEFORE | {"plugins": []}, tmp_path) == []
+
+
 def test_what_is_harmless_is_listed(tmp_path: Path) -> None:
     assert compare(BEFORE, BEFORE, tmp_path) == []
     now = changed("train", "lr", 1e-4) | {"logger": {"wandb": True, "new": 1}, "resume": "auto"}

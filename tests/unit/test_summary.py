@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import matplotlib.figure  # noqa: F401  here, so that no test counts the seconds of this import
@@ -12,7 +13,7 @@ from rlhf.loggers.jsonl import Jsonl
 from rlhf.loggers.jsonl import read as read_metrics
 from rlhf.report.__main__ import main
 from rlhf.report.plot import plot_run
-from rlhf.report.summary import RunSummary, read, show, write
+from rlhf.report.summary import RunSummary, line, read, show, write
 
 
 def summary_of(run_dir):
@@ -55,6 +56,14 @@ def test_written_and_read_back(tmp_path):
     assert content["eval_after"]["eval/forward_kl"] is None
     assert content["checkpoint"] == str(tmp_path / "checkpoints" / "final")
     assert read(tmp_path).sample == summary.sample
+
+
+def test_one_line_for_a_job_of_a_sweep(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    summary = summary_of(tmp_path / "multirun" / "0")
+    assert line(summary) == "6 steps in 3 min 12 s; forward KL 0.8000 -> 0.4000; multirun/0"
+    summary = replace(summary, eval_before={}, eval_after={"eval/accuracy": 0.5}, rewards={"reward/mean": 0.25})
+    assert line(summary) == "6 steps in 3 min 12 s; accuracy 0.5000; reward 0.2500; multirun/0"
 
 
 def test_a_resumed_run_says_so_and_the_best_checkpoint_is_listed(tmp_path, monkeypatch):

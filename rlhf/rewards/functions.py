@@ -1,0 +1,167 @@
+"""What `reward.functions` names: found, given its options, and ready to be called. Runs in the functions' processes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlhf import plugins
+from rlhf.errors import ConfigError, nearest, one_line
+from rlhf.user_code import imported
+
+RESERVED = ("prompts", "completions", "completion_ids")
+"""What a function may ask for besides the data's columns: texts of prompt and completion (special tokens left out), and
+the completion's token ids."""
+LARGEST = float(np.finfo(np.float32).max)
+
+RewardFunction = Callable[..., Sequence[float | None]]
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A function of ours, which judges each completion on its own."""
+
+    function: RewardFunction
+    columns: tuple[str, ...] = ()
+    """Columns of the data that it reads."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a function has to be given."""
+
+    parameters: tuple[str, ...]
+    """By name; `everything` adds all columns there are."""
+    required: tuple[str, ...]
+    """Those without a default."""
+    everything: bool
+    rowwise: bool
+    """A built-in one: each completion alone, and 0 for one that takes too long."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A function that can be called."""
+
+    call: RewardFunction
+    signature: Signature
+
+
+def load_function(name: str, options: dict[str, Any]) -> Loaded:
+    """Find a function and give it its options.
+
+    Args:
+        name: one entry of `reward.functions`.
+        options: its part of `reward.options`.
+
+    Raises:
+        ConfigError: it doesn't exist, can't be imported, or doesn't take the options.
+    """
+    from rlhf.rewards.built_in import FACTORIES
+
+    if name in FACTORIES:
+        factory = FACTORIES[name]
+        known = list(inspect.signature(factory).parameters)
+        _refuse_unknown(name, options, known)
+        try:
+            made = factory(**options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"reward.options.{name}: {one_line(error)}") from error
+        return Loaded(made.function, Signature(RESERVED, made.columns, everything=True, rowwise=True))
+    function = plugins.find("reward", name) or imported(name, "reward.functions", plugins.names("reward"))
+    return _with_options(name, function, options)
+
+
+def _with_options(name: str, function: RewardFunction, options: dict[str, Any]) -> Loaded:
+    """A user's function; its options are keyword arguments that are always the same."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"reward.functions={name} has no signature to read; wrap it in a function") from error
+    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [parameter.name for parameter in named]
+    if "completions" not in names and "completion_ids" not in names and not everything:
+        raise ConfigError(
+            f"reward.functions={name} takes no completions; write def {function_name(name)}(completions, **columns)"
+        )
+    if unnamed := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]:
+        raise ConfigError(
+            f"reward.functions={name} takes {unnamed[0]} by position; all arguments are given by their names"
+        )
+    if taken := sorted(set(options) & set(RESERVED)):
+        raise ConfigError(f"reward.options.{function_name(name)}.{taken[0]} is what every function is given; rename it")
+    if not everything:
+        _refuse_unknown(name, options, [n for n in names if n not in RESERVED])
+    free = [parameter for parameter in named if parameter.name not in options]
+    signature = Signature(
+        parameters=tuple(parameter.name for parameter in free),
+        required=tuple(p.name for p in free if p.default is p.empty and p.name not in RESERVED),
+        everything=everything,
+        rowwise=False,
+    )
+    return Loaded(functools.partial(function, **options), signature)
+
+
+def _refuse_unknown(name: str, options: dict[str, Any], known: list[str]) -> None:
+    for option in options:
+        if option not in known:
+            has = ", ".join(known) or "no options"
+            raise ConfigError(
+                f"reward.options.{function_name(name)}.{option} is no option of {name}{nearest(option, known)}; "
+                f"it has {has}"
+            )
+
+
+def function_name(name: str) -> str:
+    """`mean` of `package.module.mean` and of `file.py:mean`."""
+    return name.rpartition(":")[2].rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A result that can't be used."""
+
+    reason: str
+    index: int | None = None
+    """Of the completion, if the reason is about one."""
+
+
+def checked(result: Any, count: int) -> list[float | None] | Wrong:
+    """A function's result as plain numbers; None where the function doesn't apply to a completion."""
+    if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__") or not hasattr(result, "__getitem__"):
+        return Wrong(f"gave {_shown(result)}, expected a list of {count} numbers")
+    if len(result) != count:
+        return Wrong(f"gave {len(result)} rewards for {count} completions")
+    values: list[float | None] = []
+    for index in range(count):
+        number = result[index]
+        if hasattr(number, "item") and not isinstance(number, numbers.Number):  # numpy's and torch's scalars
+            try:
+                number = number.item()
+            except (TypeError, ValueError, RuntimeError):  # of several elements
+                return Wrong(f"gave {_shown(number)}, expected a number", index)
+        if number is None:
+            values.append(None)
+        elif not isinstance(number, numbers.Real):
+            return Wrong(f"gave {_shown(number)}, expected a number", index)
+        elif not abs(float(number)) <= LARGEST:
+            return Wrong(f"gave {number}, expected a finite number", index)
+        else:
+            values.append(float(number))
+    return values
+
+
+def _shown(value: Any) -> str:
+    """Its type, and the beginning of what it says it is."""
+    try:
+        said = one_line(repr(value))[:60]
+    except Exception:  # a user's own __repr__
+        said = ""
+    return f"{type(value).__name__} {said}".strip()

@@ -1,0 +1,91 @@
+"""Runs a model's program with tests, in a process group of its own, with limits.
+
+THIS IS NO SECURITY BOUNDARY. It keeps clumsy programs from harm: processor time, address space, file size and wall
+clock are limited, the working directory is an empty one that is deleted, the environment is empty, where the kernel
+lets us there is no network, and whatever the program started is killed. A program that means harm can read and delete
+files of the user it runs as. Train on tasks you don't trust in a container or virtual machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from rlhf.rewards.processes import adopt_orphans
+
+HARNESS = Path(__file__).with_name("harness.py")
+MOST_OUTPUT = 1 << 16
+"""Bytes of what the tests' process reports that are read."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one program with its tests."""
+
+    timeout_s: float
+    cpu_s: int
+    memory_mb: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"{name}={value} must be greater than 0")
+
+
+def program_of(completion: str) -> str:
+    """The last fenced block of code, closed or not; without one the whole completion."""
+    blocks = re.findall(r"```[^\n`]*\n(.*?)(?:```|\Z)", completion, flags=re.DOTALL)
+    return blocks[-1] if blocks else completion
+
+
+def passed(program: str, tests: list[str], limits: Limits) -> int:
+    """How many tests pass, up to the limits."""
+    adopt_orphans()
+    others = psutil.Process().children(recursive=True)
+    secret = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="rlhf_code_", ignore_cleanup_errors=True) as folder:
+        reading, writing = os.pipe()
+        with open(reading, "rb") as reports:
+            process = subprocess.Popen(
+                [sys.executable, "-I", str(HARNESS), str(os.getpid()), str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                env={"OMP_NUM_THREADS": "1", "PATH": os.defpath, "HOME": folder, "TMPDIR": folder},
+                pass_fds=(writing,),
+                start_new_session=True,
+            )
+            os.close(writing)
+            job = {"program": program, "tests": tests, "secret": secret, **asdict(limits)}
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(json.dumps(job).encode(), timeout=limits.timeout_s)
+            finally:
+                end(process, others)
+            os.set_blocking(reading, False)
+            said = reports.read(MOST_OUTPUT) or b""
+    return min(len(tests), said.decode(errors="replace").splitlines().count(secret))
+
+
+def end(process: subprocess.Popen[bytes], others: list[psutil.Process]) -> None:
+    """SIGKILL for the program's group, and for what it sent into groups of their own; not for `others`."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    while left := [child for child in psutil.Process().children(recursive=True) if child not in others]:
+        for child in left:  # orphans became ours
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(left, timeout=5)

@@ -1,0 +1,103 @@
+"""A process that reward functions run in, started by `rlhf.rewards.pool`.
+
+driver                                    worker
+Setup (paths, functions, options)   ──►   imports them
+                                    ◄──   list of Signatures, or Failed
+Call (function, its columns)        ──►   calls it
+                                    ◄──   list of numbers, or Failed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlhf.errors import ConfigError, one_line
+from rlhf.plugins import load_plugins
+from rlhf.rewards.functions import Loaded, Wrong, checked, load_function
+from rlhf.rewards.processes import adopt_orphans, die_with
+from rlhf.user_code import line_of
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The first message."""
+
+    path: list[str]
+    """`sys.path` of the driver: names mean the same in both."""
+    plugins: list[str]
+    functions: list[tuple[str, dict[str, Any]]]
+    """Name and options."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Score `count` completions."""
+
+    function: int
+    count: int
+    columns: dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A function that can't be loaded, raised, or gave something else than numbers."""
+
+    reason: str
+    index: int | None = None
+    """Of the completion among those of the call, if it is known."""
+    killed: bool = False
+    """The process is gone with it."""
+
+
+def main() -> None:
+    """argv: the file descriptor of the connection, the driver's process id."""
+    connection = Connection(int(sys.argv[1]))
+    die_with(int(sys.argv[2]))
+    adopt_orphans()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        serve(connection)
+
+
+def serve(connection: Connection) -> None:
+    setup: Setup = connection.recv()
+    sys.path[:] = setup.path
+    try:
+        functions = load_all(setup)
+    except ConfigError as error:
+        connection.send(Failed(str(error)))
+        return
+    connection.send([function.signature for function in functions])
+    while True:
+        call: Call = connection.recv()
+        connection.send(answer(functions[call.function], call))
+
+
+def load_all(setup: Setup) -> list[Loaded]:
+    load_plugins(setup.plugins)
+    return [load_function(name, options) for name, options in setup.functions]
+
+
+def answer(function: Loaded, call: Call) -> list[float | None] | Failed:
+    """What the function gives. After a failure of several completions together, each alone tells which one it is."""
+    result = _called(function, call)
+    if not isinstance(result, Failed) or result.index is not None or call.count == 1:
+        return result
+    for index in range(call.count):
+        alone = {name: values[index : index + 1] for name, values in call.columns.items()}
+        found = _called(function, Call(call.function, 1, alone))
+        if isinstance(found, Failed) and found.reason == result.reason:
+            return Failed(result.reason, index)
+    return result
+
+
+def _called(function: Loaded, call: Call) -> list[float | None] | Failed:
+    try:
+        values = checked(function.call(**call.columns), call.count)
+    except BaseException as error:  # a user's function may even call sys.exit
+        said = f": {one_line(error)[:300]}" if str(error) else ""
+        return Failed(f"raised {type(error).__name__}{said}{line_of(error)}")
+    return Failed(values.reason, values.index) if isinstance(values, Wrong) else values

@@ -1,0 +1,112 @@
+"""Functions of a user's own modules and files: imported, with one line that says what is wrong with them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlhf.errors import ConfigError, nearest, one_line
+
+
+def imported(name: str, key: str, built_in: list[str]) -> Callable[..., Any]:
+    """The function that `key` names.
+
+    Args:
+        name: `package.module.function` or `file.py:function`.
+        key: for messages, e.g. `data.preprocessor`.
+        built_in: names that would have been understood, too.
+
+    Raises:
+        ConfigError: there is no such function, or its module can't be imported.
+    """
+    if name.endswith(".py") or name.startswith(":") or name.endswith((":", ".")):
+        raise ConfigError(f"{key}={name} names no function; write file.py:function or package.function")
+    if ":" in name:
+        file, _, function = name.rpartition(":")
+        module = load(f"{key}={name}", lambda: module_of(Path(file).expanduser()))
+    elif "." in name:
+        dotted, _, function = name.rpartition(".")
+        module = load(f"{key}={name}", lambda: importlib.import_module(dotted))
+    else:
+        known = f"{', '.join(built_in)}, " if built_in else ""
+        raise ConfigError(
+            f"{key}={name} doesn't exist{nearest(name, built_in)}; write {known}package.module.function or "
+            "file.py:function"
+        )
+    found = getattr(module, function, None)
+    if not callable(found):
+        there = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
+        raise ConfigError(
+            f"{key}={name}: there is no function {function} in {module.__file__ or module.__name__}"
+            f"{nearest(function, there)}"
+        )
+    return found
+
+
+def module_of(path: Path) -> ModuleType:
+    """A file as a module of its own, run once a process."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    path = path.resolve()
+    name = f"rlhf_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look it up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def load(what: str, importing: Callable[[], ModuleType]) -> ModuleType:
+    """The module, or one line that says which line of which file fails.
+
+    Args:
+        what: `KEY=VALUE` for the message.
+
+    Raises:
+        ConfigError: it can't be imported, or what a plugin registers is refused.
+    """
+    try:
+        return importing()
+    except KeyboardInterrupt:
+        raise
+    except ConfigError as error:  # of a decorator of ours
+        raise ConfigError(f"{what}: {error}{line_of(error)}") from error
+    except BaseException as error:  # a user's file may even call sys.exit
+        raise ConfigError(
+            f"{what} can't be imported: {type(error).__name__}: {one_line(error)}{line_of(error)}"
+        ) from error
+
+
+def line_of(error: BaseException) -> str:
+    """`, line N of FILE`: the innermost line of a user's own file; empty where there is none."""
+    if isinstance(error, SyntaxError):
+        return f", line {error.lineno} of {error.filename}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return f", line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
+
+
+def _is_users(filename: str) -> bool:
+    """Neither Python's own file, nor an installed package's, nor one of ours."""
+    path = Path(filename)
+    return not (
+        filename.startswith("<")
+        or Path(__file__).parent in path.parents
+        or Path(functools.__file__).parent in path.parents
+        or "site-packages" in path.parts
+    )

@@ -1,0 +1,400 @@
+"""Reward functions in processes of their own: what they are given, what becomes of what they do, and how it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from rlhf.config.compose import sections_of
+from rlhf.config.data import FileData
+from rlhf.config.reward import FunctionReward
+from rlhf.config.rollout import VllmRollout
+from rlhf.data.dataset import load
+from rlhf.data.rows import Needs
+from rlhf.errors import ConfigError, RewardError
+from rlhf.preflight import some_columns
+from rlhf.rewards.build import FunctionRewarder, check, names_of, rewarder_of
+from rlhf.types import ROW, Rewards, Sequences
+from tests.unit.tiny import tiny_tokenizer
+
+FILE = """
+import os
+import time
+
+
+def lengths(completions):
+    return [len(text) for text in completions]
+
+
+def level(completions, level, scale=1.0):
+    return [None if value is None else value * scale for value in level]
+
+
+def everything(completions, **columns):
+    assert sorted(columns) == ["completion_ids", "level", "name", "prompts"], sorted(columns)
+    assert all(prompt.startswith("what is") for prompt in columns["prompts"])
+    return [len(ids) for ids in columns["completion_ids"]]
+
+
+def process(completions):
+    time.sleep(0.2)
+    return [os.getpid()] * len(completions)
+
+
+def calls(completions):
+    return [len(completions)] * len(completions)
+
+
+def raises(completions):
+    return [1 / (text != "bad") for text in completions]
+
+
+def leaves(completions):
+    raise SystemExit(0)
+
+
+def ends(completions):
+    os._exit(3)
+
+
+def hangs(completions):
+    if "bad" in completions:
+        time.sleep(600)
+    return [1.0] * len(completions)
+
+
+def nan(completions):
+    return [float("nan") if text == "bad" else 0.0 for text in completions]
+
+
+def huge(completions):
+    return [1e39 if text == "bad" else 0.0 for text in completions]
+
+
+def words(completions):
+    return ["x" if text == "bad" else 0.0 for text in completions]
+
+
+def short(completions):
+    return [0.0]
+
+
+def unpicklable(completions):
+    return lambda: completions
+
+
+def generator(completions):
+    return (0.0 for text in completions)
+
+
+def arrays(completions):
+    import numpy
+
+    return numpy.array([text == "bad" for text in completions])
+
+
+def nobody(completions):
+    return [None] * len(completions)
+
+
+def starts_others(completions):
+    import subprocess
+
+    child = subprocess.Popen(["sleep", "600"])
+    return [child.pid] * len(completions)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+def batch(texts: list[str]) -> Sequences:
+    tokenizer = tiny_tokenizer()
+    ids = [np.asarray(tokenizer(text)["input_ids"], dtype=np.int32) for text in texts]
+    prompts = [np.asarray(tokenizer(f"what is {row}")["input_ids"], dtype=np.int32) for row in range(len(texts))]
+    return Sequences.join(np.arange(len(texts)), prompts, ids)
+
+
+@contextlib.contextmanager
+def rewarder(spec: FunctionReward) -> Iterator[FunctionRewarder]:
+    run: Any = SimpleNamespace(reward=spec, plugins=[])
+    made = rewarder_of(run, SimpleNamespace(tokenizer=tiny_tokenizer()))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def scored(texts: list[str], rows: list[dict[str, Any]] | None = None, **options: Any) -> Rewards:
+    with rewarder(FunctionReward(**options)) as made:
+        return made.score(batch(texts), rows or [{} for _ in texts]).result()
+
+
+# ---- what functions are given, and what comes of their numbers -------------------------------------------------------
+
+
+def test_the_total_is_the_weighted_sum_in_the_order_of_the_responses(file: Path) -> None:
+    texts, rows = ["a", "bbb", "cc"], [{"level": 3}, {"level": 1}, {"level": 2}]
+    functions = [f"{file}:lengths", f"{file}:level"]
+    rewards = scored(texts, rows, functions=functions, weights=[1.0, -2.0], options={"level": {"scale": 10}})
+    assert rewards.parts["lengths"].tolist() == [1, 3, 2] and rewards.parts["level"].tolist() == [30, 10, 20]
+    assert rewards.total.tolist() == [1 - 60, 3 - 20, 2 - 40] and rewards.total.dtype == np.float32
+
+
+def test_a_function_gets_what_its_signature_names(file: Path) -> None:
+    rows = [{"level": 1, "name": "x", ROW: "rows.jsonl:1"}, {"level": 2, "name": "y", ROW: "rows.jsonl:2"}]
+    texts = ["what is the answer", "no"]
+    rewards = scored(texts, rows, functions=[f"{file}:everything"])
+    assert rewards.total.tolist() == [len(tiny_tokenizer()(text)["input_ids"]) for text in texts]
+
+
+def test_special_tokens_are_no_text(file: Path) -> None:
+    tokens = np.asarray([*tiny_tokenizer()("ab")["input_ids"], tiny_tokenizer().eos_token_id], dtype=np.int32)
+    sequences = Sequences.join(np.arange(1), [tokens], [tokens])
+    with rewarder(FunctionReward(functions=[f"{file}:lengths"])) as made:
+        assert made.score(sequences, [{}]).result().total.tolist() == [2]
+
+
+def test_a_function_that_does_not_apply_counts_nothing(file: Path) -> None:
+    functions = [f"{file}:lengths", f"{file}:level"]
+    rewards = scored(["a", "bb"], [{"level": 5}, {}], functions=functions)
+    assert rewards.total.tolist() == [6, 2]
+    assert np.isnan(rewards.parts["level"]).tolist() == [False, True]
+    assert rewards.metrics() == {
+        "reward/mean": 4.0,
+        "reward/std": 2.0,
+        "reward/lengths": 1.5,
+        "reward/level": 5.0,
+        "reward/level_applies": 0.5,
+    }
+
+
+def test_a_response_that_no_function_judges_is_an_error(file: Path) -> None:
+    with pytest.raises(RewardError, match=r"applies to rows\.jsonl:7 \('what is 1'\): all gave None"):
+        scored(["a", "b"], [{"level": 1}, {ROW: "rows.jsonl:7", "level": None}], functions=[f"{file}:level"])
+
+
+def test_several_processes_keep_the_order(file: Path) -> None:
+    texts = [chr(97 + number % 26) * (number % 7 + 1) for number in range(60)]
+    names = [f"{file}:lengths", f"{file}:process", "length", f"{file}:calls"]
+    options = {"length": {"target": 1, "slack": 9}}
+    with rewarder(FunctionReward(functions=names, options=options, chunk_rows=7, processes=3)) as made:
+        found = [made.score(batch(texts), [{}] * 60).result() for _ in range(2)]
+    for rewards in found:
+        assert rewards.parts["lengths"].tolist() == [len(text) for text in texts]
+        assert rewards.parts["calls"].tolist() == [7.0] * 56 + [4.0] * 4
+        assert len(set(rewards.parts["process"].tolist())) == 3
+        assert len(set(rewards.parts["length"].tolist())) > 1
+    assert found[0].parts["length"].tolist() == found[1].parts["length"].tolist()
+    assert scored(texts, functions=[f"{file}:calls"]).total.tolist() == [60.0] * 60
+
+
+def test_several_batches_may_be_on_their_way(file: Path) -> None:
+    with rewarder(FunctionReward(functions=[f"{file}:lengths"])) as made:
+        futures = [made.score(batch(["a" * n]), [{}]) for n in (1, 2, 3)]
+        assert [future.result().total.item() for future in futures] == [1, 2, 3]
+
+
+def test_functions_of_one_name_keep_their_whole_names(file: Path) -> None:
+    assert names_of(FunctionReward(functions=["a.f", "b.f", "b.g"])) == ["a.f", "b.f", "g"]
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+FAILURES = [
+    ("raises", r"raised ZeroDivisionError: division by zero, line \d+ of .*/mine\.py, on r:1 \('what is 1'\)"),
+    ("leaves", r"raised SystemExit: 0, line \d+ of .*mine\.py, on r:0"),
+    ("ends", r"ended its process with exit code 3, on 3 completions, the first of r:0 .*\(reward\.chunk_rows=1 tells"),
+    ("nan", r"gave nan, expected a finite number, on r:1"),
+    ("huge", r"gave 1e\+39, expected a finite number, on r:1"),
+    ("words", r"gave str 'x', expected a number, on r:1"),
+    ("short", r"gave 1 rewards for 3 completions"),
+    ("unpicklable", r"gave function <function .*>, expected a list of 3 numbers"),
+    ("generator", r"gave generator .*, expected a list of 3 numbers"),
+]
+ROWS = [{ROW: f"r:{number}"} for number in range(3)]
+
+
+@pytest.mark.parametrize(("name", "message"), FAILURES)
+def test_a_failure_names_the_function_and_the_row(name: str, message: str, file: Path) -> None:
+    with pytest.raises(RewardError) as caught:
+        scored(["good", "bad", "good"], ROWS, functions=[f"{file}:lengths", f"{file}:{name}"])
+    assert str(caught.value).startswith(f"reward.functions={file}:{name} ") and "\n" not in str(caught.value)
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_numpy_results_are_numbers(file: Path) -> None:
+    assert scored(["good", "bad"], functions=[f"{file}:arrays"]).total.tolist() == [0, 1]
+
+
+def test_a_function_that_hangs_is_killed_and_the_next_batch_is_scored(file: Path) -> None:
+    spec = FunctionReward(functions=[f"{file}:hangs"], timeout_s=2.0, chunk_rows=1, processes=1)
+    with rewarder(spec) as made:
+        assert made.score(batch(["good"]), [{}]).result().total.tolist() == [1]
+        process = made.pool.workers[0].process
+        with pytest.raises(RewardError, match=r"hangs took more than reward\.timeout_s=2 seconds, on r:1"):
+            made.score(batch(["good", "bad"]), ROWS[:2]).result()
+        assert process.poll() == -signal.SIGKILL
+        assert made.score(batch(["good"]), [{}]).result().total.tolist() == [1]
+
+
+def test_closing_ends_what_hangs_and_what_it_started(file: Path) -> None:
+    spec = FunctionReward(functions=[f"{file}:starts_others", f"{file}:hangs"], processes=1)
+    with rewarder(spec) as made:
+        child = FunctionRewarder(FunctionReward(functions=[f"{file}:starts_others"]), tiny_tokenizer(), [])
+        pid = int(child.score(batch(["a"]), [{}]).result().total.item())
+        assert psutil.pid_exists(pid)
+        child.close()
+        waiting = made.score(batch(["bad"]), [{}])
+        time.sleep(1.0)
+    with pytest.raises(RewardError, match="were stopped"):
+        waiting.result()
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not made.pool.workers
+
+
+def test_a_driver_that_is_killed_leaves_no_function_behind(file: Path) -> None:
+    code = f"""
+import time
+from tests.unit.test_rewards import FunctionReward, FunctionRewarder, batch, tiny_tokenizer
+made = FunctionRewarder(FunctionReward(functions=["{file}:hangs"], processes=2), tiny_tokenizer(), [])
+made.score(batch(["bad"]), [{{}}])
+while not made.pool.workers or made.pool.workers[0].task is None:
+    time.sleep(0.05)
+print(made.pool.workers[0].process.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        worker = psutil.Process(int(driver.stdout.readline()))
+        driver.kill()
+    _, alive = psutil.wait_procs([worker], timeout=10)
+    assert not alive
+
+
+def test_a_worker_that_dies_between_two_batches_is_replaced(file: Path) -> None:
+    with rewarder(FunctionReward(functions=[f"{file}:lengths"], processes=1)) as made:
+        made.score(batch(["a"]), [{}]).result()
+        os.kill(made.pool.workers[0].process.pid, signal.SIGKILL)
+        made.pool.workers[0].process.wait()
+        assert made.score(batch(["bb"]), [{}]).result().total.tolist() == [2]
+
+
+def test_columns_that_cannot_be_sent_are_named(file: Path) -> None:
+    with pytest.raises(RewardError, match=r"level can't be given the row's columns: .*pickle"):
+        scored(["a"], [{"level": lambda: None}], functions=[f"{file}:level"])
+
+
+# ---- before the run --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("functions", "options", "message"),
+    [
+        (["math_verfy"], {}, r"math_verfy doesn't exist; did you mean math_verify\?; write math_verify,"),
+        (["{}:length"], {}, r"there is no function length in .*mine\.py; did you mean lengths\?"),
+        (["{}.gone:f"], {}, "can't be imported: FileNotFoundError"),
+        (
+            ["{}:level"],
+            {},
+            "level needs a column 'level', which the data doesn't have; there are prompts, completions,",
+        ),
+        (["code"], {}, "code needs a column 'tests', which the data doesn't have; did you mean test"),
+        (["code"], {"code": {"colum": "x"}}, r"reward\.options\.code\.colum is no option of code; did you mean column"),
+        (["length"], {}, r"reward\.options\.length: .*missing .* 'target'"),
+        (["length"], {"length": {"target": 0}}, r"target=0 must be a whole number from 1"),
+        (["format"], {"format": {"pattern": "("}}, r"pattern=\( is no regular expression"),
+        (["format"], {"fromat": {}}, r"reward\.options\.fromat is for a function that .* name; did you mean format\?"),
+        (["{}:lengths"], {"lengths": {"x": 1}}, r"reward\.options\.lengths\.x is no option of .*; it has no options"),
+        (["shutil.which"], {}, r"shutil\.which takes no completions; write def which\(completions, \*\*columns\)"),
+        (["{}:level"], {"level": {"completions": 1}}, r"level\.completions is what every function is given"),
+    ],
+)
+def test_mistakes_are_found_before_a_model_loads(
+    functions: list[str], options: dict[str, Any], message: str, file: Path
+) -> None:
+    spec = FunctionReward(functions=[name.format(file) for name in functions], options=options)
+    with pytest.raises(ConfigError, match=message) as caught:
+        check(spec, [{"test": 1, "question": "x"}], [])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_breaks_says_in_which_line(tmp_path: Path) -> None:
+    (tmp_path / "breaks.py").write_text("import json\n\njson.loads('{')\n")
+    with pytest.raises(ConfigError, match=r"can't be imported: JSONDecodeError: .*, line 3 of .*breaks\.py"):
+        check(FunctionReward(functions=[f"{tmp_path}/breaks.py:f"]), [{}], [])
+    (tmp_path / "ends.py").write_text("import os\n\nos._exit(4)\n")
+    with pytest.raises(ConfigError, match=r"importing them ended its process with exit code 4"):
+        check(FunctionReward(functions=[f"{tmp_path}/ends.py:f"]), [{}], [])
+
+
+def test_what_fits_is_accepted_and_nothing_is_called(file: Path) -> None:
+    options = {"length": {"target": 5}, "level": {"scale": 2}}
+    names = [f"{file}:level", f"{file}:ends", f"{file}:everything", "length", "format"]
+    check(FunctionReward(functions=names, options=options), [{"level": 1}, {}], [])
+
+
+def test_columns_may_not_have_the_names_of_what_functions_get() -> None:
+    with pytest.raises(ConfigError, match="the data's column 'prompts' has the name of what every reward function"):
+        check(FunctionReward(functions=["format"]), [{"prompts": 1}], [])
+    with pytest.raises(ConfigError, match=r"reward\.chunk_rows=2 has no effect on built-in functions"):
+        check(FunctionReward(functions=["format"], chunk_rows=2), [{}], [])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(), "reward=functions needs functions"),
+        (dict(functions=["a", "a"]), "names a twice"),
+        (dict(functions=[" "]), "names an empty one"),
+        (dict(functions=["a"], weights=[1.0, 2.0]), r"has 2 numbers for 1 reward\.functions"),
+        (dict(functions=["a"], weights=[float("nan")]), "must be finite"),
+        (dict(functions=["a"], weights=[0.0]), "not all 0"),
+        (dict(functions=["a"], options={"a": 1}), r"reward\.options\.a=1 must be a section"),
+        (dict(functions=["a"], timeout_s=0), r"reward\.timeout_s must be greater than 0"),
+        (dict(functions=["a"], chunk_rows=0), r"reward\.chunk_rows must be at least 1"),
+        (dict(functions=["a"], processes=0), r"reward\.processes must be at least 1"),
+    ],
+)
+def test_values_are_checked_while_composing(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FunctionReward(**options)
+
+
+def test_the_command_line() -> None:
+    keys = ["reward=functions", "reward.functions=[length,format]", "reward.weights=[1,0.5]"]
+    keys += ["reward.options.length.target=256", "reward.options.length.slack=0"]
+    spec = sections_of(keys, ("reward",), {})["reward"]
+    assert spec == FunctionReward(
+        functions=["length", "format"], weights=[1.0, 0.5], options={"length": {"target": 256, "slack": 0}}
+    )
+    check(spec, [{}], [])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_columns_of_the_data_are_known_before_the_run(streaming: bool, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "response": "y", "level": 1}\n{"prompt": "z", "name": 2}\n')
+    spec = FileData(path=str(tmp_path / "rows.jsonl"), streaming=streaming)
+    dataset = load(
+        spec, tiny_tokenizer(), 0, 0, False, needs=Needs.of(None, VllmRollout(), FunctionReward(functions=["f"]))
+    )
+    rows = some_columns(dataset)
+    first = {"level": 1, "response": "y", ROW: f"{tmp_path / 'rows.jsonl'}:1"}
+    assert list(rows) == ([first] if streaming else [first, {"name": 2, ROW: f"{tmp_path / 'rows.jsonl'}:2"}])
