@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from rlhf.config.base import not_yet
+from dataclasses import dataclass, field
 
 
 @dataclass(kw_only=True)
@@ -14,7 +12,7 @@ class NoReward:
 
 @dataclass(kw_only=True)
 class FunctionReward:
-    """Reward functions. Not available yet."""
+    """Reward functions."""
 
-    def __post_init__(self) -> None:
-        raise not_yet("reward=functions", "reward=none with algo=gkd")
+    functions: list[str] = field(default_factory=lambda: ["reasoning_gym"])
+    """What rewards a response."""

@@ -73,11 +73,16 @@ class VllmRollout:
                 f"rollout.tensor_parallel={self.tensor_parallel}",
                 f"rollout.tensor_parallel=1, which makes rollout.gpus={self.gpus} as many replicas",
             )
-        if self.temperature == 0 or self.top_p < 1 or self.top_k > 0:
+        if self.temperature == 0 or not self.whole_distribution:
             why = "when the sampler's distribution is cut or greedy: its log-probabilities aren't the model's"
             refuse_unused(self, "rollout", ("logprob_gap_warning",), why, "use rollout.top_p=1 rollout.top_k=0")
         if self.logprob_gap_warning is not None:
             require_positive("rollout.logprob_gap_warning", self.logprob_gap_warning)
+
+    @property
+    def whole_distribution(self) -> bool:
+        """Whether every token may be sampled: nothing is cut off and the rest raised in its place."""
+        return self.top_p == 1 and self.top_k == 0
 
 
 @dataclass(kw_only=True)
