@@ -5,6 +5,7 @@ check inputs ► start Ray and the roles ► loop ► save ► summary ► shut 
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import time
@@ -15,11 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatches
-from rlhf.checkpoint import BEST, Checkpoints
+from rlhf.algos.grpo import GRPOObjective, plan_minibatches
+from rlhf.algos.objective import Objective
+from rlhf.checkpoint import BEST, Better, Checkpoints
+from rlhf.config.algo import GRPO
+from rlhf.config.checks_grpo import recomputes
 from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.placement import Separate
+from rlhf.config.reward import NoReward
 from rlhf.config.run import Run
-from rlhf.config.teacher import SelfTeacher
+from rlhf.config.teacher import NoTeacher, SelfTeacher
 from rlhf.config.train import DType
 from rlhf.errors import RlhfError
 from rlhf.loggers.base import Continued, MetricLog
@@ -44,13 +50,14 @@ from rlhf.resume import (
     still_as_found,
 )
 from rlhf.rewards.verify import solves
+from rlhf.roles.protocols import Rewarder
 from rlhf.run_folder import RunFolder, check, keep_traceback
 from rlhf.sources.build import source_of
 from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.steps import StepSource
 from rlhf.stopping import Stopped, unstoppable
 from rlhf.training_state import CHECKPOINTS, plain
-from rlhf.types import Metrics
+from rlhf.types import Metrics, MiniBatch, Rollouts
 
 if TYPE_CHECKING:
     from rlhf.placements.roles import Roles
@@ -65,7 +72,8 @@ def execute(run: Run, config: Any, sweep: bool = False) -> float | None:
         sweep: it is a job of a sweep.
 
     Returns:
-        The held-out forward KL after the last step; None without evaluation.
+        What was measured on held-out rows after the last step: the forward KL, with rewards the reward; None without
+        evaluation.
 
     Raises:
         RlhfError: anything the user can do something about, in one line.
@@ -80,7 +88,7 @@ def execute(run: Run, config: Any, sweep: bool = False) -> float | None:
         check_data(resume, inputs.dataset)
         if finished(resume, run, run_dir, inputs.steps):
             print(described_as_done(resume, run_dir), flush=True)
-            return resume.state.evaluations.get(inputs.steps, {}).get("eval/forward_kl")
+            return resume.state.evaluations.get(inputs.steps, {}).get(judged_by(run).key)
     if run.logger.console and run.resume != "never":
         print(described(resume), flush=True)
     folder = RunFolder.claim(run.run, config, content)
@@ -107,6 +115,7 @@ def train(
     """Start the roles, run the loop, save, report; whatever happens, give the devices back."""
     folder = claimed.path
     bad_rows = BadRowList(folder / BAD_ROWS, log, len(inputs.dataset.bad_rows))
+    rewarder = build_rewarder(run, inputs)
     roles = start_roles(run, inputs, folder, log)
     checkpoints = Checkpoints(
         roles.trainer,
@@ -114,6 +123,7 @@ def train(
         run.run.save_every,
         keep_last=run.run.keep_last,
         keep_best=run.eval.every > 0 and run.eval.keep_best,
+        better=judged_by(run),
     )
     started = time.perf_counter()
     try:
@@ -123,7 +133,7 @@ def train(
             log.log(step, metrics)
             checkpoints.after_evaluation(step, metrics)
 
-        source = build_source(run, inputs, roles, log, bad_rows, report_evaluation)
+        source = build_source(run, inputs, roles, log, bad_rows, report_evaluation, rewarder)
         progress = Progress(mark_of(inputs.dataset), plain(config), source, bad_rows, log, started)
         if resume is not None:
             progress.restore(resume.state, resume.checkpoint)
@@ -163,7 +173,21 @@ def train(
         versions=versions(),
     )
     publish(summary, run, folder, log)
-    return summary.eval_after.get("eval/forward_kl")
+    return summary.eval_after.get(judged_by(run).key)
+
+
+def judged_by(run: Run) -> Better:
+    """The held-out metric that says how good a run is."""
+    return Better() if isinstance(run.reward, NoReward) else Better("eval/reward", highest=True)
+
+
+def build_rewarder(run: Run, inputs: Inputs) -> Rewarder | None:
+    """What rewards responses; None without rewards."""
+    if isinstance(run.reward, NoReward):
+        return None
+    from rlhf.rewards.build import rewarder_of
+
+    return rewarder_of(run, inputs)
 
 
 def shut_down(roles: Roles, checkpoints: Checkpoints) -> None:
@@ -183,7 +207,7 @@ def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles
     log.phase("start")
     if run.logger.console:
         length = f"\nrun.epochs={run.run.epochs}: {inputs.steps} steps" if run.run.epochs else ""
-        teacher = "itself" if isinstance(run.teacher, SelfTeacher) else run.teacher.model
+        teacher = teacher_named(run)
         roles = "Ray and the trainer" if run.engine is None else "Ray, trainer and engine"
         without = f" without {len(run.model.drop_layers)} layers" if run.model.drop_layers else ""
         print(f"student {run.model.path}{without}, teacher {teacher}\n{describe_data(inputs)}{length}", flush=True)
@@ -196,6 +220,13 @@ def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog) -> Roles
         raise type(error)(f"{error}; {keep_traceback(error, folder)}") from error
 
 
+def teacher_named(run: Run) -> str:
+    """For the person watching."""
+    if isinstance(run.teacher, NoTeacher):
+        return "none"
+    return "itself" if isinstance(run.teacher, SelfTeacher) else str(run.teacher.model)
+
+
 def build_source(
     run: Run,
     inputs: Inputs,
@@ -203,37 +234,54 @@ def build_source(
     log: MetricLog,
     bad_rows: BadRowList,
     report_evaluation: Callable[[int, Metrics], None],
+    rewarder: Rewarder | None = None,
 ) -> StepSource:
     """Where experiences come from, with the evaluation between them."""
+    scorer = None if isinstance(run.teacher, NoTeacher) else roles.scorer
     evaluator = Evaluator(
         spec=run.eval,
         train=run.train,
         held_out=inputs.dataset.held_out,
         trainer=roles.trainer,
-        scorer=roles.scorer,
+        scorer=scorer,
         engine=roles.engine,
         seed=run.run.seed,
         total_steps=inputs.steps,
         report=report_evaluation,
         solves=verifier_of(run, inputs),
+        rewarder=rewarder,
     )
     return source_of(
         run,
         roles.engine,
         roles.background,
+        rewarder,
         trainer=roles.trainer,
-        scorer=roles.scorer,
+        scorer=scorer,
         evaluator=evaluator,
         cursor=inputs.dataset.cursor(run.run.seed, run.data.shuffle, bad_rows.add),
-        make_minibatches=lambda sequences: make_minibatches(
-            sequences, run.train, roles.trainer.data_parallel, run.algo.sft_alpha
-        ),
+        make_minibatches=minibatches_of(run, roles.trainer.data_parallel),
         micro_batch_tokens=run.train.micro_batch_tokens,
-        batch_samples=run.train.global_batch_samples,
+        batch_samples=run.prompts_per_step,
         steps=inputs.steps,
         seed=run.run.seed,
         phase=log.phase,
     )
+
+
+def minibatches_of(run: Run, data_parallel: int) -> Callable[[Rollouts], tuple[MiniBatch, ...]]:
+    """Responses -> the optimizer steps that the algorithm takes on them."""
+    algo, train = run.algo, run.train
+    if isinstance(algo, GRPO):
+        assert run.engine is not None
+        return functools.partial(
+            plan_minibatches,
+            algo=algo,
+            train=train,
+            data_parallel=data_parallel,
+            max_new_tokens=run.engine.max_new_tokens,
+        )
+    return lambda rollouts: make_minibatches(rollouts.sequences, train, data_parallel, algo.sft_alpha)
 
 
 def verifier_of(run: Run, inputs: Inputs) -> Callable[[np.ndarray, int], bool] | None:
@@ -261,8 +309,16 @@ def publish(summary: report.RunSummary, run: Run, folder: Path, log: MetricLog) 
         report.show(summary, rich.console.Console(highlight=False))
 
 
-def build_objective(run: Run) -> GKDObjective:
+def build_objective(run: Run) -> Objective:
     """The pure objective of a checked configuration."""
+    if isinstance(run.algo, GRPO):
+        assert run.engine is not None
+        return GRPOObjective.from_spec(
+            run.algo,
+            run.engine.temperature,
+            recompute_old=recomputes(run.algo, run.engine),
+            comparable=run.engine.whole_distribution,
+        )
     from rlhf.distill.fullvocab import FullVocabDistill
     from rlhf.distill.topk import TopKDistill
 
@@ -315,7 +371,7 @@ def largest_gap(run: Run) -> float:
         return math.inf
     if run.engine.logprob_gap_warning is not None:
         return run.engine.logprob_gap_warning
-    if run.placement.max_staleness:
+    if run.placement.max_staleness or run.updates_per_step > 1:
         return math.inf  # the trainer's weights are newer than the sampler's: a gap is expected
     exact = run.engine.dtype is DType.float32 and run.train.dtype is DType.float32
     return 1e-3 if exact else 0.1

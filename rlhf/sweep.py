@@ -15,8 +15,8 @@ from rich.text import Text
 FILE = "summary.csv"
 SUMMARY = "summary.json"
 """What a finished run leaves in its folder (`rlhf.report.summary`)."""
-RESULTS = ("eval/forward_kl", "eval/reverse_kl")
-"""Held out, after the last step; the first one orders the table, the best job first."""
+RESULTS = ("eval/reward", "eval/forward_kl", "eval/reverse_kl")
+"""Held out, after the last step. The table has the best job first: the highest reward, or the lowest forward KL."""
 
 
 @dataclass
@@ -86,7 +86,8 @@ def show(jobs: Sequence[Job], path: Path, console: rich.console.Console) -> None
 
 def _order(job: Job) -> tuple[bool, float, int]:
     """Failed ones last, those without a result before them."""
-    return not job.finished, job.results.get(RESULTS[0], float("inf")), job.number
+    best_first = -job.results["eval/reward"] if "eval/reward" in job.results else job.results.get("eval/forward_kl")
+    return not job.finished, float("inf") if best_first is None else best_first, job.number
 
 
 def _number(value: float | None) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+from jaxtyping import Float32
 
 from rlhf.backends.cluster import Call, RayCluster, RayFuture, iterate, wait_for
 from rlhf.backends.megatron.setup import TrainerSetup
@@ -68,6 +70,9 @@ class TrainerActor:
 
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> None:
         self.trainer.score(sequences, minibatches)
+
+    def logprobs(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...], temperature: float) -> Any:
+        return self.trainer.logprobs(sequences, minibatches, temperature)
 
     def evaluate(
         self, sequences: Sequences, plan: BatchPlan, teacher: tuple[Sequences, BatchPlan] | None, hidden: Any
@@ -180,6 +185,11 @@ class RayTrainer:
 
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> RayFuture[None]:
         return self._all("score", sequences, minibatches)
+
+    def logprobs(
+        self, sequences: Sequences, minibatches: tuple[MiniBatch, ...], temperature: float
+    ) -> RayFuture[Float32[np.ndarray, " R"]]:
+        return self._all("logprobs", sequences, minibatches, temperature)
 
     def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> RayFuture[None]:
         """Nothing: the teacher is where they are needed."""

@@ -87,7 +87,8 @@ class OldLogprobs(Enum):
 
 
 class KLEstimator(Enum):
-    """How KL(student || teacher) is estimated from the sampled token (J. Schulman, 2020). d = log teacher - log student."""
+    """How KL(student || teacher) is estimated from the sampled token, with d = log teacher - log student (J. Schulman,
+    "Approximating KL divergence", 2020)."""
 
     k1 = "k1"
     """-d: unbiased; may be negative. In the loss its gradient is zero on average: for algo.kl_in=reward."""
@@ -166,8 +167,8 @@ class GRPO:
     """Take responses that the length limit cut out of the loss and its denominators. They still count in their group's
     mean."""
     overlong_buffer: int = 0
-    """Soft punishment (DAPO, equation 13): over the last so many tokens before `rollout.max_new_tokens` the reward falls
-    by up to 1. 0: none."""
+    """Soft punishment (DAPO, equation 13): over the last so many tokens before `rollout.max_new_tokens` the reward
+    falls by up to 1. 0: none."""
 
     def __post_init__(self) -> None:
         require_at_least("algo.num_generations", self.num_generations, 1)
@@ -189,8 +190,8 @@ class GRPO:
             refuse_unused(self, "algo", ("kl_estimator", "kl_in"), "with algo.kl_coef=0", "use e.g. algo.kl_coef=0.01")
         require(
             self.kl_coef == 0 or self.teacher_kl_coef == 0,
-            f"algo.kl_coef={self.kl_coef:g} and algo.teacher_kl_coef={self.teacher_kl_coef:g} both pull towards the same "
-            "teacher; keep one",
+            f"algo.kl_coef={self.kl_coef:g} and algo.teacher_kl_coef={self.teacher_kl_coef:g} both pull towards the "
+            "same teacher; keep one",
         )
         require_between("algo.max_resamples", self.max_resamples, 1, 1000)
         if not self.dynamic_sampling:

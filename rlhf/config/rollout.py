@@ -46,7 +46,8 @@ class VllmRollout:
     """Run the engine without compilation or CUDA graphs."""
     logprob_gap_warning: float | None = None
     """Warn when the mean gap between the engine's and the trainer's log-probabilities exceeds this.
-    null: 1e-3 when both are float32, else 0.1; never with placement.max_staleness=1, where the weights differ."""
+    null: 1e-3 when both are float32, else 0.1; never with placement.max_staleness=1 or algo.steps_per_generation > 1,
+    where the weights differ."""
 
     def __post_init__(self) -> None:
         require_at_least("rollout.gpus", self.gpus, 1)

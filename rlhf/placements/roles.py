@@ -16,7 +16,7 @@ from rlhf.backends.vllm.setup import EngineSetup, ScorerSetup
 from rlhf.config.distill import FullVocab
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Run
-from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher, TeacherEngine
+from rlhf.config.teacher import ColocatedTeacher, NoTeacher, SelfTeacher, StandaloneTeacher, TeacherEngine
 from rlhf.config.train import Train
 from rlhf.memory import longest_sample
 from rlhf.placements.layout import Layout, by_node
@@ -103,7 +103,7 @@ def trainer_setup(run: Run, inputs: Inputs, objective: Objective) -> TrainerSetu
         teacher=None if standalone else inputs.teacher,
         train=run.train,
         objective=objective,
-        steps=inputs.steps,
+        steps=inputs.steps * run.updates_per_step,
         seed=run.run.seed,
         offload_teacher=isinstance(run.teacher, ColocatedTeacher) and run.teacher.offload,
         self_teacher=run.teacher if isinstance(run.teacher, SelfTeacher) else None,
@@ -155,14 +155,18 @@ def describe(run: Run, shared: bool) -> list[str]:
     ]
 
 
-def describe_teacher(teacher: ColocatedTeacher | StandaloneTeacher | SelfTeacher, kind: str) -> str:
+def describe_teacher(teacher: ColocatedTeacher | StandaloneTeacher | SelfTeacher | NoTeacher, kind: str) -> str:
     """Whose weights score, and where."""
+    if isinstance(teacher, NoTeacher):
+        return "none"
     if isinstance(teacher, StandaloneTeacher):
         return f"{teacher.model}, {teacher.gpus} x {kind} of its own, vLLM, {teacher.engine.dtype.value}"
     if isinstance(teacher, ColocatedTeacher):
         whose = f"{teacher.model}{', in host memory between uses' if teacher.offload else ''}"
     elif teacher.ema_decay is None:
         whose = "the student itself"
+    elif not teacher.changes:
+        whose = "the student as it was at the start"
     else:
         whose = f"a moving average of the student (decay {teacher.ema_decay:g})"
     return f"{whose}, in the trainer's processes"

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+from jaxtyping import Float32
+
 from rlhf.types import BatchPlan, Experience, Metrics, MiniBatch, Prompts, Rewards, Rollouts, Sequences
 
 T_co = TypeVar("T_co", covariant=True)
@@ -77,6 +80,13 @@ class Scorer(Protocol):
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> Future[Any]:
         """Ask about every response token. The prompts are the teacher's, and so are the plans' micro-batches; samples,
         responses and ranks are those that the trainer gets. The future gives `Experience.scores`."""
+        ...
+
+    def logprobs(
+        self, sequences: Sequences, minibatches: tuple[MiniBatch, ...], temperature: float
+    ) -> Future[Float32[np.ndarray, " R"]]:
+        """The log-probability of every response token at a temperature (distill=sampled): numbers, for the caller.
+        Arguments are those of `score`."""
         ...
 
     def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> Future[Any]:

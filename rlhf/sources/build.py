@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhf.config.algo import GRPO
 from rlhf.config.run import Run
-from rlhf.roles.protocols import Engine
-from rlhf.sources.ahead import AheadSource, Background
+from rlhf.roles.protocols import Engine, Rewarder
+from rlhf.sources.ahead import AheadGroupSource, AheadSource, Background
 from rlhf.sources.dataset import DatasetSource
+from rlhf.sources.groups import GroupSource
 from rlhf.sources.live import LiveSource
 from rlhf.sources.mixed import MixedSource
 from rlhf.sources.steps import StepSource
 
 
-def source_of(run: Run, engine: Engine | None, background: Background, **fields: Any) -> StepSource:
+def source_of(
+    run: Run, engine: Engine | None, background: Background, rewarder: Rewarder | None = None, **fields: Any
+) -> StepSource:
     """The source, with the fields that every one has."""
+    if isinstance(run.algo, GRPO):
+        assert engine is not None and run.engine is not None, "checked when the configuration was composed"
+        fields |= {"engine": engine, "rollout": run.engine, "algo": run.algo, "rewarder": rewarder}
+        return (
+            AheadGroupSource(background=background, **fields) if run.placement.max_staleness else GroupSource(**fields)
+        )
     longest = run.data.max_response_length
     if run.engine is None:
         return DatasetSource(max_response_tokens=longest, **fields)

@@ -26,15 +26,17 @@ def prompts_of(
     seed: int,
     step: int,
     numbers: Sequence[int] | np.ndarray | None = None,
+    occurrences: dict[int, int] | None = None,
 ) -> Prompts:
     """One request a row. Rows may repeat; each occurrence gets a seed of its own.
 
     Args:
         rows: of the table.
         numbers: what the sampler's seeds know the rows by; None: by their place in the table.
+        occurrences: number -> requests that the step has made of it already; counted up here.
     """
     prompts = [table.prompt(int(row)) for row in rows]
-    occurrence: dict[int, int] = {}
+    occurrence = {} if occurrences is None else occurrences
     seeds = []
     for row in map(int, rows if numbers is None else numbers):
         sample = occurrence.get(row, 0)
