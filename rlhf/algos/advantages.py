@@ -64,7 +64,8 @@ def kl_penalty(
 
     from rlhf.losses.policy import kl_estimate
 
-    rows = kl_estimate(*(torch.tensor(part).double() for part in (logprobs, teacher)), estimator).numpy()
+    student, asked = (torch.tensor(values, dtype=torch.float64) for values in (logprobs, teacher))
+    rows = kl_estimate(student, asked, estimator).numpy()
     cumulated = np.concatenate([[0.0], np.cumsum(rows)])
     offsets = offsets_of(lengths)
     return (cumulated[offsets[1:]] - cumulated[offsets[:-1]]).astype(np.float32)

@@ -193,7 +193,7 @@ class GroupSource(LiveSource):
         if rewards is None:
             return np.zeros(len(sequences), dtype=np.float32), {}
         metrics = describe_rewards(rewards, algo.num_generations)
-        totals = np.asarray(rewards.total, dtype=np.float32)
+        totals = np.asarray(rewards.total, dtype=np.float64)
         if algo.overlong_buffer:
             penalty = overlong_penalty(lengths, self.rollout.max_new_tokens, algo.overlong_buffer)
             totals = totals + penalty
