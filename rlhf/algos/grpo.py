@@ -6,7 +6,8 @@ log-probabilities). All others are the trainer's, over the whole vocabulary at t
 
     old_logprobs=sampler    ratio = pi / pi_b
     old_logprobs=trainer    ratio = pi / pi_old, with pi_old before the first optimizer step of the generation;
-                            times min(pi_old / pi_b, importance_cap), a constant, where there is a cap
+                            times min(pi_old / pi_b, importance_cap), a constant, where there is a cap;
+                            a response's, as the ratio is, under ratio=sequence
 
 top_p and top_k renormalise pi_b over tokens that the trainer doesn't know, so pi / pi_b would be below 1 from the
 start, by a factor that differs from row to row. pi / pi_old has no such factor: both are whole. What remains is that
@@ -97,11 +98,12 @@ class GRPOObjective:
         if self.teacher_kl_coef:
             assert batch.teacher_logprobs is not None
             advantages = advantages + self.teacher_kl_coef * (batch.teacher_logprobs - old)
-        ratios = log_ratios(rows.logprob, old, batch.row_counts if self.ratio is Ratio.sequence else None).exp()
+        of_responses = batch.row_counts if self.ratio is Ratio.sequence else None
+        ratios = log_ratios(rows.logprob, old, of_responses).exp()
         losses = clipped_surrogate(ratios, advantages, self.clip_low, self.clip_high, self.clip_dual)
         importance = None
         if self.importance_cap is not None:
-            importance = log_ratios(old, batch.behaviour_logprobs).exp()
+            importance = log_ratios(old, batch.behaviour_logprobs, of_responses).exp()
             losses = losses * importance.clamp(max=self.importance_cap)
         if self.kl_coef:
             assert batch.teacher_logprobs is not None

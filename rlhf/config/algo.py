@@ -147,7 +147,8 @@ class GRPO:
     what the trainer computes."""
     importance_cap: float | None = None
     """With old_logprobs=trainer: each token's loss is multiplied by trainer's / sampler's probability before the
-    update, at most this (truncated importance sampling, e.g. 2). null: it isn't."""
+    update, at most this (truncated importance sampling, e.g. 2); by the response's with ratio=sequence. null: it
+    isn't."""
     kl_coef: float = 0.0
     """Penalty on the distance to a reference, `teacher=reference` or another teacher. 0 needs no teacher."""
     kl_estimator: KLEstimator = KLEstimator.k3

@@ -84,7 +84,7 @@ def log_ratios(
     tokens = logprobs - old
     if row_counts is None:
         return tokens.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    counts = torch.tensor(row_counts, device=tokens.device)
+    counts = torch.tensor(row_counts, dtype=torch.long, device=tokens.device)
     response = torch.repeat_interleave(torch.arange(len(counts), device=tokens.device), counts)
     sums = torch.zeros(len(counts), dtype=tokens.dtype, device=tokens.device)
     means = sums.index_add(0, response, tokens.detach()) / counts.clamp(min=1)

@@ -22,9 +22,9 @@ def source_of(
     if isinstance(run.algo, GRPO):
         assert engine is not None and run.engine is not None, "checked when the configuration was composed"
         fields |= {"engine": engine, "rollout": run.engine, "algo": run.algo, "rewarder": rewarder}
-        return (
-            AheadGroupSource(background=background, **fields) if run.placement.max_staleness else GroupSource(**fields)
-        )
+        if run.placement.max_staleness:
+            return AheadGroupSource(background=background, **fields)
+        return GroupSource(**fields)
     longest = run.data.max_response_length
     if run.engine is None:
         return DatasetSource(max_response_tokens=longest, **fields)
