@@ -79,9 +79,9 @@ def dense_loss(objective: GRPOObjective, head: VocabHead, batch: RowBatch) -> Te
             if objective.clip_dual is not None and advantage < 0:
                 surrogate = surrogate.clamp(min=objective.clip_dual * advantage)
             if objective.importance_cap is not None:
-                surrogate = surrogate * min(
-                    float((old - batch.behaviour_logprobs)[row].exp()), objective.importance_cap
-                )
+                away = old - batch.behaviour_logprobs
+                of_row = away[row] if objective.ratio is Ratio.token else away[rows.start : rows.stop].mean()
+                surrogate = surrogate * min(float(of_row.exp()), objective.importance_cap)
             d = batch.teacher_logprobs[row] - new[row]
             kl = {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - d - 1}[objective.kl_estimator.name]
             loss = loss + batch.weights[row] * (objective.kl_coef * kl - surrogate)
