@@ -155,7 +155,7 @@ def _check_micro_batch(run: Run) -> None:
 
 def said_of(run: Run, length: str) -> str:
     """How the person wrote the length of the run in optimizer steps."""
-    return length if run.updates_per_step == 1 else f"{length} of algo.steps_per_generation={run.updates_per_step}"
+    return length if run.updates_per_step == 1 else f"{length} x algo.steps_per_generation={run.updates_per_step}"
 
 
 def check_schedule(train: Train, steps: int, said: str) -> None:

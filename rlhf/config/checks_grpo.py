@@ -59,12 +59,8 @@ def _check_teacher(run: Run, algo: GRPO) -> None:
             f"{coefficient}={value:g} needs the teacher's log-probabilities of the sampled tokens; use distill=sampled",
         )
     else:
-        given = [
-            f"teacher={type(run.teacher).__name__}" if not isinstance(run.teacher, NoTeacher) else "",
-            f"distill={type(run.distill).__name__}" if not isinstance(run.distill, NoDistill) else "",
-        ]
         require(
-            given == ["", ""],
+            isinstance(run.teacher, NoTeacher) and isinstance(run.distill, NoDistill),
             "algo=grpo asks a teacher only with algo.kl_coef or algo.teacher_kl_coef; use e.g. algo.kl_coef=0.01 with "
             "teacher=reference distill=sampled, or teacher=none distill=none",
         )
