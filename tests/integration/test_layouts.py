@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from rlhf.algos.grpo import GRPOObjective, by_token, plan_minibatches
 from rlhf.backends.megatron.trainer import MegatronTrainer
+from rlhf.config.algo import GRPO, Ratio
 from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import DType, Train
+from rlhf.data.table import PromptTable
 from rlhf.sources.privileged import as_the_teacher_reads
-from rlhf.types import Metrics
+from rlhf.types import Experience, Metrics, Rollouts, Sequences
 from tests.integration.megatron import (
     end_groups,
     experience_of,
@@ -59,6 +62,16 @@ class Case:
     privileged: bool = False
     """The teacher reads longer prompts of its own, in micro-batches of its own."""
     self_teacher: SelfTeacher | None = None
+    policy: GRPOObjective | None = None
+    """Two optimizer steps a generation, with advantages and a teacher's log-probabilities."""
+
+
+def policy(**fields: Any) -> GRPOObjective:
+    return GRPOObjective(temperature=0.7, clip_low=0.2, clip_high=0.3, comparable=True, **fields)
+
+
+OF_SAMPLER = policy(recompute_old=False, kl_coef=0.3)
+OF_TRAINER = policy(recompute_old=True, ratio=Ratio.sequence, importance_cap=2.0, teacher_kl_coef=0.5)
 
 
 CASES = {
@@ -76,6 +89,12 @@ CASES = {
     "dp2-self-topk": Case("qwen3", DP2 | dict(distributed_optimizer=True), 8, 64, True, SelfTeacher()),
     "tp2-sp-self-full": Case("llama-tied", TP2_SP, None, 64, True, SelfTeacher()),
     "tp2-sp-average-full": Case("qwen3", TP2_SP, None, 64, True, SelfTeacher(ema_decay=0.5)),
+    "tp2-padded-policy": Case("llama-tied", TP2 | PADDED, 8, policy=OF_SAMPLER),
+    "tp2-sp-policy-of-trainer": Case("qwen3", TP2_SP, 8, 64, True, policy=OF_TRAINER),
+    "dp2-policy": Case("qwen3", DP2, 8, 40, self_teacher=SelfTeacher(ema_decay=1), policy=OF_SAMPLER),
+    "dp2-distributed-policy-of-trainer": Case(
+        "llama-tied", DP2 | dict(distributed_optimizer=True), 8, policy=OF_TRAINER
+    ),
 }
 
 
@@ -96,11 +115,31 @@ class Outcome:
     """Of each data-parallel rank."""
 
 
+def generation_of(
+    trainer: MegatronTrainer, sequences: Sequences, table: PromptTable, train: Train, step: int
+) -> Experience:
+    """What the source of groups makes: plans, weights, advantages and the teacher's log-probabilities."""
+    rollouts = Rollouts(2 * (step - 1), sequences, np.arange(len(sequences)) % 5 != 3)  # one response is masked
+    algo = GRPO(num_generations=1, steps_per_generation=2, mask_truncated=True)
+    minibatches = plan_minibatches(rollouts, algo, train, train.data_parallel, 32)
+    teacher = trainer.logprobs(*as_the_teacher_reads(sequences, minibatches, table, train.micro_batch_tokens), 0.7)
+    advantages = np.random.default_rng(step).normal(size=len(sequences)).astype(np.float32)
+    of_tokens = by_token(advantages, sequences)
+    return Experience(
+        step=step,
+        version=rollouts.version,
+        sequences=sequences,
+        minibatches=tuple(replace(one, advantages=of_tokens, teacher_logprobs=teacher) for one in minibatches),
+    )
+
+
 def train_case(case: Case, folder: Path, rank: int = 0, store: Any = None) -> Outcome:
     """Three optimizer steps and an evaluation."""
     train = Train(lr=3e-3, weight_decay=0.1, micro_batch_tokens=case.micro_batch_tokens, **case.layout)
     teacher = None if case.self_teacher else folder / "teacher"
     setup = trainer_setup(folder / case.family, teacher, train=train, k=case.k, self_teacher=case.self_teacher)
+    if case.policy is not None:
+        setup = replace(setup, objective=case.policy)
     end_groups()  # of a test before
     trainer = MegatronTrainer(setup, rank, store)
     steps = []
@@ -117,8 +156,11 @@ def train_case(case: Case, folder: Path, rank: int = 0, store: Any = None) -> Ou
         )
         table = table_of(sequences, privileged_prompts(len(LENGTHS)) if case.privileged else [None] * len(LENGTHS))
         asked = as_the_teacher_reads(sequences, experience.minibatches, table, train.micro_batch_tokens)
-        trainer.score(*asked)
-        steps.append(trainer.train(experience))
+        if case.policy is None:
+            trainer.score(*asked)
+            steps.append(trainer.train(experience))
+        else:
+            steps.append(trainer.train(generation_of(trainer, sequences, table, train, step)))
     plan = experience.minibatches[0].plan
     evaluation = trainer.evaluate(sequences, plan, (asked[0], asked[1][0].plan))
     weights = {name: tensor.float().clone().numpy() for name, tensor in trainer.student.tensors()}
@@ -183,6 +225,14 @@ def test_two_processes_equal_one(name: str, folder: Path, outcomes: list[dict[st
         assert_equal(outcomes[rank][name], expected, load_file(folder / case.family / "model.safetensors"))
 
 
+@pytest.mark.parametrize("policy", [OF_SAMPLER, OF_TRAINER], ids=["sampler", "trainer"])
+def test_micro_batches_change_nothing(policy: GRPOObjective, folder: Path) -> None:
+    case = Case("qwen3", {}, 8, 4096, policy=policy)
+    whole, parts = train_case(case, folder), train_case(replace(case, micro_batch_tokens=40), folder)
+    assert len(parts.micro_batches) == 1 and parts.micro_batches[0] > whole.micro_batches[0]
+    assert_equal(parts, whole, load_file(folder / "qwen3" / "model.safetensors"))
+
+
 @pytest.mark.parametrize("name", IN_BFLOAT16)
 def test_bfloat16_stays_close(name: str, folder: Path, outcomes: list[dict[str, Outcome]]) -> None:
     """As far as rounding of sums in another order allows."""
@@ -195,8 +245,9 @@ def test_bfloat16_stays_close(name: str, folder: Path, outcomes: list[dict[str, 
 
 def test_the_cases_are_what_they_should_be(outcomes: list[dict[str, Outcome]]) -> None:
     """Training moved the models, and data-parallel ranks had different numbers of micro-batches somewhere."""
-    for outcome in outcomes[0].values():
-        assert outcome.steps[0]["train/loss"] > 0.001
+    for name, outcome in outcomes[0].items():
+        assert abs(outcome.steps[0]["train/loss"]) > 0.001
+        assert ("policy/ratio_mean" in outcome.steps[0]) == ("policy" in name)
         assert outcome.steps[0]["train/grad_norm"] > 0.01
         assert len({step["train/loss"] for step in outcome.steps}) == STEPS
     assert outcomes[0]["dp2-padded-full"].micro_batches == outcomes[0]["dp2-distributed-padded-topk"].micro_batches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from rlhf.config.distill import Tail
 from rlhf.distill.topk import TopKDistill
 from rlhf.losses.divergence import forward_and_reverse_kl, full_divergence, topk_divergence
 from rlhf.losses.heads import VocabHead
+from rlhf.losses.policy import sampled_logprobs, token_statistics
 from tests.integration.ranks import run_ranks
 
 RANKS, ROWS, HIDDEN = 2, 7, 5
@@ -29,6 +31,10 @@ CASES = [
     ("full", vocabulary, teacher_vocabulary, beta, Tail.bucket, temperature, chunk_rows)
     for vocabulary, teacher_vocabulary, beta in itertools.product((26, 25, 12), (26, 23), BETAS)
     for temperature, chunk_rows in ((1.0, 512), (0.5, 3))
+]
+CASES += [
+    ("policy", vocabulary, 25, 0.0, Tail.bucket, temperature, chunk_rows)
+    for vocabulary, (temperature, chunk_rows) in itertools.product((26, 25, 12), ((1.0, 512), (0.7, 3)))
 ]
 
 
@@ -61,7 +67,12 @@ def everything(
     )
     targets = torch.arange(ROWS) % student.vocabulary
     found: dict[str, Tensor] = {}
-    if kind == "full":
+    rows: Any
+    if kind == "policy":
+        tokens = token_statistics(student, targets, temperature, chunk_rows)
+        found["sampled"] = sampled_logprobs(student, targets, temperature, chunk_rows)
+        rows = SimpleNamespace(loss=-tokens.logprob, entropy=tokens.entropy)
+    elif kind == "full":
         rows = full_divergence(student, teacher, beta, temperature, targets, 0.7, chunk_rows)
         found["kl"] = torch.stack(forward_and_reverse_kl(student, teacher, chunk_rows))
     else:
@@ -100,5 +111,6 @@ def test_two_ranks_equal_one() -> None:
         assert {case[-1] for case in differences} >= {"rows.loss", "rows.entropy", "rows.logprob", "d hidden", "kl"}
         for case, difference in differences.items():
             # The teacher's scores are kept in fp32, in whatever the heads are.
-            limit = 1e-5 if case[0] is torch.float32 else 1e-7 if case[-1] == "scores.logprobs" else 1e-12
+            kept = case[-1] in ("scores.logprobs", "sampled")
+            limit = 1e-5 if case[0] is torch.float32 else 1e-6 if kept else 1e-12
             assert difference <= limit, f"{case}: {difference:.1e}"
