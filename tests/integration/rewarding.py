@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,3 +10,8 @@ from typing import Any
 def vowels(response: str, row: Mapping[str, Any]) -> float:
     """The share of characters that are lower-case vowels."""
     return sum(character in "aeiou" for character in response) / max(len(response), 1)
+
+
+def has_vowel_pair(response: str, row: Mapping[str, Any]) -> float:
+    """1 for a response with two lower-case vowels in a row: one of two values, so that groups may agree."""
+    return float(any(one in "aeiou" and two in "aeiou" for one, two in itertools.pairwise(response)))

@@ -1,0 +1,119 @@
+"""Whole runs of algo=grpo on the real stack: something is learned, and at a learning rate of nothing all stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.runs import launch, metrics_of, tiny_world
+
+REWARD = "reward.functions=[tests.integration.rewarding.vowels]"
+
+
+def world_of(folder: Path) -> list[str]:
+    world = [one for one in tiny_world(folder) if not one.startswith(("teacher.model=", "distill.k="))]
+    return [*world, "algo=grpo", REWARD, "logger.tensorboard=false"]
+
+
+def run(folder: Path, name: str, *overrides: str, timeout: float = 600) -> dict[int, dict[str, float]]:
+    done = launch([*world_of(folder), *overrides, f"run.name={name}"], folder, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return metrics_of(folder / "outputs" / name)
+
+
+def test_a_dense_reward_rises(tmp_path: Path) -> None:
+    """From 0.13 (the share of vowels in random bytes and words) to above 0.3 within 30 steps of 32 responses."""
+    metrics = run(tmp_path, "rises", "train.global_batch_samples=32", "run.steps=30", "train.lr=3e-3")
+    rewards = [metrics[step]["reward/mean"] for step in range(1, 31)]
+    assert np.mean(rewards[:5]) < 0.2 and np.mean(rewards[-5:]) > 0.3, rewards
+    assert metrics[30]["eval/reward"] > metrics[0]["eval/reward"] + 0.2
+    for step in range(1, 31):
+        assert metrics[step]["policy/ratio_mean"] == pytest.approx(1, abs=1e-5), "sampler and trainer agree"
+        assert metrics[step]["policy/ratio_max"] == pytest.approx(1, abs=1e-4)
+        assert metrics[step]["train/weight_version"] == step
+        assert metrics[step]["reward/std"] > 0 and "eval/forward_kl" not in metrics[step]
+
+
+def test_at_a_learning_rate_of_nothing_all_stays(tmp_path: Path) -> None:
+    """Two optimizer steps a generation, a cut sampler, the trainer's old log-probabilities, and a reference."""
+    metrics = run(
+        tmp_path,
+        "stays",
+        "train.lr=1e-30",
+        "run.steps=5",
+        "train.global_batch_samples=8",
+        "algo.steps_per_generation=2",
+        "algo.importance_cap=2",
+        "rollout.top_p=0.9",
+        "rollout.temperature=0.8",
+        "algo.kl_coef=0.1",
+        "teacher=reference",
+        "distill=sampled",
+        "eval.responses=student",
+    )
+    for step in range(1, 6):
+        values = metrics[step]
+        for name, expected in (("ratio_mean", 1), ("ratio_max", 1), ("approx_kl", 0), ("teacher_kl", 0)):
+            assert values[f"policy/{name}"] == pytest.approx(expected, abs=1e-5), name
+        assert values["policy/clip_low_share"] == values["policy/clip_high_share"] == 0
+        assert values["policy/importance_mean"] == pytest.approx(0.9, abs=0.02), "what top_p left is raised by 1 / 0.9"
+        assert values["train/weight_version"] == 2 * step and values["rollout/weight_version"] == 2 * (step - 1)
+        assert "rollout/logprob_gap_mean" not in values
+    assert metrics[0]["eval/reward"] == metrics[5]["eval/reward"]
+    assert metrics[0]["eval/forward_kl"] == pytest.approx(0, abs=1e-6) == metrics[5]["eval/forward_kl"]
+    before = load_file(tmp_path / "student" / "model.safetensors")
+    after = load_file(tmp_path / "outputs" / "stays" / "checkpoints" / "final" / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    """With further prompts for groups of equal rewards, of which there are many at a reward of a few values."""
+    arguments = [
+        "reward.functions=[tests.integration.rewarding.has_vowel_pair]",
+        "train.global_batch_samples=8",
+        "algo.num_generations=2",
+        "algo.steps_per_generation=2",
+        "algo.dynamic_sampling=true",
+        "algo.old_logprobs=trainer",
+        "train.lr_schedule=linear",
+        "eval.samples=0",
+    ]
+    straight = run(tmp_path, "straight", *arguments, "run.steps=4", "run.save_every=2")
+    assert sum(straight[step]["rollout/resample_rounds"] for step in straight if step) > 0
+    checkpoint = tmp_path / "outputs" / "straight" / "checkpoints" / "step_2"
+    resumed = run(tmp_path, "resumed", *arguments, "run.steps=4", "run.save_every=2", f"resume={checkpoint}")
+    for step in (3, 4):
+        for name, value in straight[step].items():
+            if not name.startswith(("time", "perf/")):
+                assert resumed[step][name] == value, name
+    one, other = (
+        load_file(tmp_path / "outputs" / name / "checkpoints" / "final" / "model.safetensors")
+        for name in ("straight", "resumed")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_one_step_ahead_and_on_devices_of_its_own(tmp_path: Path) -> None:
+    metrics = run(
+        tmp_path,
+        "ahead",
+        "placement=separate",
+        "placement.max_staleness=1",
+        "run.steps=4",
+        "train.global_batch_samples=16",
+        "algo.kl_coef=0.1",
+        "algo.kl_in=reward",
+        "teacher=reference",
+        "distill=sampled",
+        "eval.responses=student",
+    )
+    assert [metrics[step]["rollout/staleness"] for step in range(1, 5)] == [0, 1, 1, 1]
+    for step in range(2, 5):
+        assert metrics[step]["policy/ratio_max"] > 1 + 1e-4, "the sampler's weights are a step older"
+        assert metrics[step]["ahead/reward"] >= 0 and metrics[step]["ahead/score"] > 0
