@@ -71,12 +71,16 @@ def world_of(folder: Path) -> list[str]:
     return overrides
 
 
-def run_cells(cells: list[Cell], folder: Path, timeout: float) -> None:
-    world = world_of(folder)
-    jobs = [overrides_of(cell, world, folder / "-".join(cell)) for cell in cells]
+def run_jobs(jobs: list[list[str]], folder: Path, timeout: float) -> None:
+    """Runs with these overrides, one after the other."""
     command = [sys.executable, "-c", RUN_CELLS, json.dumps(jobs)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, env=environment())
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr
+
+
+def run_cells(cells: list[Cell], folder: Path, timeout: float) -> None:
+    world = world_of(folder)
+    run_jobs([overrides_of(cell, world, folder / "-".join(cell)) for cell in cells], folder, timeout)
     for cell in cells:
         check(cell, folder / "-".join(cell))
 
