@@ -21,7 +21,10 @@ def world_of(folder: Path) -> list[str]:
 
 
 def run(folder: Path, name: str, *overrides: str, timeout: float = 600) -> dict[int, dict[str, float]]:
-    done = launch([*world_of(folder), *overrides, f"run.name={name}"], folder, timeout=timeout)
+    given = [*world_of(folder), *overrides, f"run.name={name}"]
+    if "reward=none" in given:
+        given.remove(REWARD)
+    done = launch(given, folder, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return metrics_of(folder / "outputs" / name)
 
@@ -134,3 +137,25 @@ def test_one_step_ahead_and_on_devices_of_its_own(tmp_path: Path) -> None:
     for step in range(2, 5):
         assert metrics[step]["policy/ratio_max"] > 1 + 1e-4, "the sampler's weights are a step older"
         assert metrics[step]["ahead/reward"] >= 0 and metrics[step]["ahead/score"] > 0
+
+
+@pytest.mark.slow
+def test_distillation_without_rewards_comes_closer_to_the_teacher(tmp_path: Path) -> None:
+    """algo.teacher_kl_coef alone: the gradient is that of the reverse KL."""
+    teacher = next(one for one in tiny_world(tmp_path) if one.startswith("teacher.model="))
+    metrics = run(
+        tmp_path,
+        "distils",
+        teacher,
+        "reward=none",
+        "teacher=colocated",
+        "distill=sampled",
+        "algo.teacher_kl_coef=1",
+        "algo.num_generations=1",
+        "train.global_batch_samples=32",
+        "run.steps=30",
+        "train.lr=3e-3",
+        "eval.responses=student",
+    )
+    assert metrics[30]["eval/reverse_kl"] < 0.7 * metrics[0]["eval/reverse_kl"]
+    assert not any(name.startswith("reward/") for name in metrics[1])

@@ -93,9 +93,9 @@ def test_top_k_of_transformers(scorer: RayScorer, sequences: Sequences, pair: tu
 
 
 def test_sampled_log_probabilities_of_transformers(
-    scorer: RayScorer, sequences: Sequences, pair: tuple[Path, Path]
+    scorer: RayScorer, sequences: Sequences, pair: tuple[Path, Path], megatron_groups: None
 ) -> None:
-    """At the sampler's temperature, in the order of the batch, whatever order the plan has."""
+    """At the sampler's temperature, in the order of the batch, in any plan, of both kinds of teacher."""
     teacher = AutoModelForCausalLM.from_pretrained(pair[1], dtype=torch.float32).eval()
     expected = []
     for tokens, prompt_length in zip(sequences.rows(), sequences.prompt_lengths, strict=True):
@@ -107,6 +107,9 @@ def test_sampled_log_probabilities_of_transformers(
         minibatches = experience_of(sequences, data_parallel=ranks, micro_batch_tokens=40).minibatches
         found = scorer.logprobs(sequences, minibatches, 0.7).result()
         assert found.dtype == np.float32 and found.tolist() == pytest.approx(expected, abs=1e-4)
+    minibatches = experience_of(sequences, micro_batch_tokens=40).minibatches
+    colocated = trainer_of(pair, standalone=False, full=False).logprobs(sequences, minibatches, 0.7)
+    assert colocated.dtype == np.float32 and colocated.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def changed(sequences: Sequences, at: int) -> Sequences:
