@@ -224,7 +224,9 @@ def teacher_named(run: Run) -> str:
     """For the person watching."""
     if isinstance(run.teacher, NoTeacher):
         return "none"
-    return "itself" if isinstance(run.teacher, SelfTeacher) else str(run.teacher.model)
+    if isinstance(run.teacher, SelfTeacher):
+        return "itself" if run.teacher.changes else "itself, as it was at the start"
+    return str(run.teacher.model)
 
 
 def build_source(
