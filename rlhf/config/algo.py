@@ -83,8 +83,8 @@ class OldLogprobs(Enum):
     too."""
     trainer = "trainer"
     """The trainer's, of the whole distribution, before the first optimizer step of a generation, in which the ratio is
-    1. Costs a forward pass where `algo.steps_per_generation` is above 1. What the sampler did differently, also with the
-    older weights of `placement.max_staleness=1`, is corrected by `algo.importance_cap` alone."""
+    1. Costs a forward pass where `algo.steps_per_generation` is above 1. What the sampler did differently, also with
+    the older weights of `placement.max_staleness=1`, is corrected by `algo.importance_cap` alone."""
 
 
 class KLEstimator(Enum):
