@@ -5,7 +5,6 @@ check inputs ► start Ray and the roles ► loop ► save ► summary ► shut 
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import time
@@ -15,13 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatches
-from rlhf.algos.grpo import GRPOObjective, plan_minibatches
-from rlhf.algos.objective import Objective
+from rlhf.algos.build import build_objective, minibatches_of
 from rlhf.checkpoint import BEST, Better, Checkpoints
-from rlhf.config.algo import GRPO
-from rlhf.config.checks_grpo import recomputes
-from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.placement import Separate
 from rlhf.config.reward import NoReward
 from rlhf.config.run import Run
@@ -57,7 +51,7 @@ from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.steps import StepSource
 from rlhf.stopping import Stopped, unstoppable
 from rlhf.training_state import CHECKPOINTS, plain
-from rlhf.types import Metrics, MiniBatch, Rollouts
+from rlhf.types import Metrics
 
 if TYPE_CHECKING:
     from rlhf.placements.roles import Roles
@@ -271,21 +265,6 @@ def build_source(
     )
 
 
-def minibatches_of(run: Run, data_parallel: int) -> Callable[[Rollouts], tuple[MiniBatch, ...]]:
-    """Responses -> the optimizer steps that the algorithm takes on them."""
-    algo, train = run.algo, run.train
-    if isinstance(algo, GRPO):
-        assert run.engine is not None
-        return functools.partial(
-            plan_minibatches,
-            algo=algo,
-            train=train,
-            data_parallel=data_parallel,
-            max_new_tokens=run.engine.max_new_tokens,
-        )
-    return lambda rollouts: make_minibatches(rollouts.sequences, train, data_parallel, algo.sft_alpha)
-
-
 def verifier_of(run: Run, inputs: Inputs) -> Callable[[np.ndarray, int], bool] | None:
     """Tells whether a completion solves a held-out row; None where that isn't asked, or can't be told."""
     if run.engine is None or run.eval.accuracy is False or not can_be_verified(inputs.dataset):
@@ -309,34 +288,6 @@ def publish(summary: report.RunSummary, run: Run, folder: Path, log: MetricLog) 
         import rich.console
 
         report.show(summary, rich.console.Console(highlight=False))
-
-
-def build_objective(run: Run) -> Objective:
-    """The pure objective of a checked configuration."""
-    if isinstance(run.algo, GRPO):
-        assert run.engine is not None
-        return GRPOObjective.from_spec(
-            run.algo,
-            run.engine.temperature,
-            recompute_old=recomputes(run.algo, run.engine),
-            comparable=run.engine.whole_distribution,
-        )
-    from rlhf.distill.fullvocab import FullVocabDistill
-    from rlhf.distill.topk import TopKDistill
-
-    assert isinstance(run.distill, TopK | FullVocab), "checked when the configuration was composed"
-    distill = (
-        TopKDistill.from_spec(run.distill)
-        if isinstance(run.distill, TopK)
-        else (FullVocabDistill.from_spec(run.distill))
-    )
-    return GKDObjective(
-        beta=run.algo.beta,
-        distill=distill,
-        sampler_temperature=None
-        if run.engine is None
-        else comparable_temperature(run.engine.temperature, run.engine.top_p, run.engine.top_k),
-    )
 
 
 def report_data(inputs: Inputs, folder: Path, log: MetricLog) -> None:

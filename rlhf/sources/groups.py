@@ -140,7 +140,8 @@ class GroupSource(LiveSource):
         size, draw, asked = self.algo.num_generations, batch.draw, Requests()
         chosen: list[tuple[Groups, Rewards]] = []
         spare: list[tuple[Groups, Rewards]] = []
-        missing, rounds, uniform_at_first = self.batch_samples, 0, 0
+        missing, rounds = self.batch_samples, 0
+        described: Metrics = {}
         while True:
             groups = self._sample(draw, batch.step, asked, version, timed)
             with timed("reward"):
@@ -153,15 +154,16 @@ class GroupSource(LiveSource):
                 part = groups.select(responses), select_rewards(rewards, responses)
                 (spare if uniform[group] else chosen).append(part)
             missing -= int((~uniform).sum())
-            uniform_at_first = int(uniform.sum()) if rounds == 0 else uniform_at_first
+            if rounds == 0:  # the prompts as they come; what is chosen of them has other means
+                described["reward/zero_variance_share"] = float(uniform.mean())
+                described["reward/first_round_mean"] = float(rewards.total.mean())
             if missing == 0 or rounds == self.algo.max_resamples:
                 break
             rounds += 1
             draw = self.cursor.take(missing)
             batch = replace(batch, metrics=self.cursor.metrics(), position=self.cursor.state_dict())
         chosen += spare[:missing]
-        described = {
-            "reward/zero_variance_share": uniform_at_first / self.batch_samples,
+        described |= {
             "rollout/resample_rounds": float(rounds),
             "rollout/prompts_asked": asked.made / size,
             "rollout/uninformative_groups": float(missing),

@@ -283,6 +283,7 @@ def test_when_the_rounds_are_over_the_first_of_the_others_fill_up() -> None:
     assert experience.metrics["rollout/uninformative_groups"] == 3
     assert experience.metrics["rollout/prompts_asked"] == 6
     assert experience.metrics["reward/zero_variance_share"] == 1, "of the first round"
+    assert experience.metrics["reward/first_round_mean"] == 1
     advantages = experience.minibatches[0].advantages
     assert advantages is not None and not advantages.any()
 
