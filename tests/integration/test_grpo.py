@@ -30,7 +30,7 @@ def run(folder: Path, name: str, *overrides: str, timeout: float = 600) -> dict[
 
 
 JOBS = {
-    "rises": ["train.global_batch_samples=32", "run.steps=30", "train.lr=3e-3"],
+    "rises": ["train.global_batch_samples=32", "run.steps=12", "train.lr=1e-2", "rollout.max_new_tokens=8"],
     "stays": [
         "train.lr=1e-30",
         "run.steps=5",
@@ -58,12 +58,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_dense_reward_rises(folder: Path) -> None:
-    """From 0.13 (the share of vowels in random bytes and words) to above 0.3 within 30 steps of 32 responses."""
+    """From 0.06 (the share of vowels in random tokens) to above 0.2 within 12 steps of 32 responses."""
     metrics = metrics_of(folder / "rises")
-    rewards = [metrics[step]["reward/mean"] for step in range(1, 31)]
-    assert np.mean(rewards[:5]) < 0.2 and np.mean(rewards[-5:]) > 0.3, rewards
-    assert metrics[30]["eval/reward"] > metrics[0]["eval/reward"] + 0.2
-    for step in range(1, 31):
+    rewards = [metrics[step]["reward/mean"] for step in range(1, 13)]
+    assert np.mean(rewards[:3]) < 0.1 and np.mean(rewards[-3:]) > 0.2, rewards
+    assert metrics[12]["eval/reward"] > metrics[0]["eval/reward"] + 0.2
+    for step in range(1, 13):
         assert metrics[step]["policy/ratio_mean"] == pytest.approx(1, abs=1e-5), "sampler and trainer agree"
         assert metrics[step]["policy/ratio_max"] == pytest.approx(1, abs=1e-4)
         assert metrics[step]["train/weight_version"] == step
@@ -88,6 +88,14 @@ def test_at_a_learning_rate_of_nothing_all_stays(folder: Path) -> None:
     assert before.keys() == after.keys()
     for name, weight in before.items():  # AdamW moves a weight of exactly zero, the padding's, by about 1e-30
         torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-25)
+
+
+@pytest.mark.slow
+def test_a_dense_reward_rises_within_thirty_steps(tmp_path: Path) -> None:
+    """At a smaller learning rate, to above 0.3."""
+    metrics = run(tmp_path, "rises", "train.global_batch_samples=32", "run.steps=30", "train.lr=3e-3")
+    rewards = [metrics[step]["reward/mean"] for step in range(1, 31)]
+    assert np.mean(rewards[:5]) < 0.2 and np.mean(rewards[-5:]) > 0.3, rewards
 
 
 @pytest.mark.slow
