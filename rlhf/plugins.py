@@ -1,4 +1,4 @@
-"""Plugins: your own preprocessors, reward functions and data sets under names of their own. `plugins=[FILE, ...]`.
+"""Plugins: your own preprocessors, rewards, data sets and losses under names of their own. `plugins=[FILE, ...]`.
 
     from rlhf.plugins import register_dataset, register_preprocessor, register_reward
 
@@ -27,6 +27,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "preprocessor": ("opsd_reference_solution",),
     "reward": ("math_verify", "reasoning_gym", "format", "length", "code"),
     "dataset": (),
+    "loss": (),
 }
 """Kind -> names that are taken."""
 
@@ -61,6 +62,12 @@ def register_reward(name: str) -> Callable[[Function], Function]:
 def register_dataset(name: str) -> Callable[[Function], Function]:
     """`data=plugin data.function=NAME`: `f(**options)` that returns or yields rows (dicts), the same ones each time."""
     return _registering("dataset", name)
+
+
+def register_loss(name: str) -> Callable[[Function], Function]:
+    """`distill.loss=NAME`: `f(student_logprobs, teacher_logprobs)`, tensors [rows, outcomes], that gives each outcome's
+    share of the row's loss, [rows, outcomes] as well."""
+    return _registering("loss", name)
 
 
 def load_plugins(entries: Sequence[str]) -> None:

@@ -16,13 +16,14 @@ from rlhf.batching import steps_of
 from rlhf.config.algo import GRPO
 from rlhf.config.checks import check_schedule, said_of
 from rlhf.config.cluster import Device
-from rlhf.config.distill import TopK
+from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.reward import FunctionReward
 from rlhf.config.run import MOST_STEPS, Run
 from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher
 from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import Needs
 from rlhf.data.table import PromptTable
+from rlhf.distill.user_loss import UserLoss
 from rlhf.errors import ConfigError, ModelError
 from rlhf.memory import check_cache, check_memory, longest_sample
 from rlhf.rewards.build import check as check_rewards
@@ -98,6 +99,10 @@ def check_inputs(run: Run) -> Inputs:
         needs=Needs.of(run.algo, run.rollout, run.reward),
     )
     _check_lesson(run, dataset)
+    if isinstance(run.distill, TopK | FullVocab):
+        loss = UserLoss.of(run.distill.loss, run.plugins)
+        if loss is not None:
+            loss.check()
     if isinstance(run.reward, FunctionReward):
         check_rewards(run.reward, some_columns(dataset), run.plugins)
     if run.eval.accuracy and not can_be_verified(dataset):

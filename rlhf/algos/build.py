@@ -29,9 +29,9 @@ def build_objective(run: Run) -> Objective:
         )
     assert isinstance(run.distill, TopK | FullVocab), "checked when the configuration was composed"
     distill = (
-        TopKDistill.from_spec(run.distill)
+        TopKDistill.from_spec(run.distill, run.plugins)
         if isinstance(run.distill, TopK)
-        else (FullVocabDistill.from_spec(run.distill))
+        else FullVocabDistill.from_spec(run.distill, run.plugins)
     )
     return GKDObjective(
         beta=run.algo.beta,

@@ -47,6 +47,9 @@ def check(run: Run) -> None:
             isinstance(run.reward, NoReward),
             f"{algo} learns from a teacher and would ignore reward.*; use reward=none",
         )
+        if run.distill.loss is not None:
+            why = f"with distill.loss={run.distill.loss}, which is another loss"
+            refuse_unused(run.algo, "algo", ("beta",), why, "use distill.loss=null")
         _check_responses(run, run.algo)
         _check_written(run, run.algo)
     if isinstance(run.algo, GRPO):

@@ -29,6 +29,9 @@ class TopK:
     """bucket | renormalise | drop: the mass outside the k tokens."""
     temperature: float = 1.0
     """Divides the logits of both sides before the divergence. `rollout.temperature` is the sampler's."""
+    loss: str | None = None
+    """A loss of yours in the place of the divergence that `algo.beta` chooses: a name that one of `plugins` registers
+    (`@register_loss`), `package.module.function` or `file.py:function`. See docs/plugins.md."""
 
     def __post_init__(self) -> None:
         require_at_least("distill.k", self.k, 1)
@@ -41,6 +44,9 @@ class FullVocab:
 
     temperature: float = 1.0
     """Divides the logits of both sides before the divergence. `rollout.temperature` is the sampler's."""
+    loss: str | None = None
+    """A loss of yours in the place of the divergence that `algo.beta` chooses: a name that one of `plugins` registers
+    (`@register_loss`), `package.module.function` or `file.py:function`. See docs/plugins.md."""
 
     def __post_init__(self) -> None:
         require_positive("distill.temperature", self.temperature)

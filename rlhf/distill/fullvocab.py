@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from rlhf.config.distill import FullVocab
 from rlhf.distill.base import TeacherHeadOf
+from rlhf.distill.user_loss import UserLoss
+from rlhf.losses import divergence
 from rlhf.losses.fused.losses import full_divergence
 from rlhf.losses.heads import VocabHead
 from rlhf.losses.rows import RowLosses
@@ -45,10 +47,11 @@ class FullVocabDistill:
     needs_teacher_head: ClassVar[bool] = True
 
     temperature: float
+    loss: UserLoss | None = None
 
     @classmethod
-    def from_spec(cls, spec: FullVocab) -> FullVocabDistill:
-        return cls(spec.temperature)
+    def from_spec(cls, spec: FullVocab, plugins: Sequence[str] = ()) -> FullVocabDistill:
+        return cls(spec.temperature, UserLoss.of(spec.loss, plugins))
 
     def score(self, teacher_head: VocabHead) -> HiddenScores:
         """The hidden rows alone, detached."""
@@ -66,9 +69,15 @@ class FullVocabDistill:
     ) -> tuple[Tensor, RowLosses]:
         """See `rlhf.distill.base.Distill`; errors are those of `rlhf.losses.fused.losses.full_divergence`."""
         assert teacher_head_of is not None, "distill=fullvocab keeps hidden rows only: it needs the teacher's head"
+        teacher_head = teacher_head_of(scores.hidden)
+        if self.loss is not None:  # a function of whole rows: a chunk of logits at a time, projected again in backward
+            rows = divergence.full_divergence(
+                student_head, teacher_head, beta, self.temperature, targets, sampler_temperature, terms_of=self.loss
+            )
+            return (weights.to(rows.loss.device) * rows.loss).sum(), replace(rows, loss=rows.loss.detach())
         return full_divergence(
             student_head,
-            teacher_head_of(scores.hidden),
+            teacher_head,
             weights,
             beta,
             self.temperature,

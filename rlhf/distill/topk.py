@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from rlhf.config.distill import Tail, TopK
 from rlhf.distill.base import TeacherHeadOf
+from rlhf.distill.user_loss import UserLoss
 from rlhf.errors import ConfigError
 from rlhf.losses.divergence import CHUNK_ROWS, log_probs
 from rlhf.losses.fused.losses import topk_divergence
@@ -27,10 +29,11 @@ class TopKDistill:
     k: int
     tail: Tail
     temperature: float
+    loss: UserLoss | None = None
 
     @classmethod
-    def from_spec(cls, spec: TopK) -> TopKDistill:
-        return cls(spec.k, spec.tail, spec.temperature)
+    def from_spec(cls, spec: TopK, plugins: Sequence[str] = ()) -> TopKDistill:
+        return cls(spec.k, spec.tail, spec.temperature, UserLoss.of(spec.loss, plugins))
 
     @torch.no_grad()
     def score(self, teacher_head: VocabHead) -> TopKScores:
@@ -69,5 +72,5 @@ class TopKDistill:
     ) -> tuple[Tensor, RowLosses]:
         """See `rlhf.distill.base.Distill`; errors are those of `rlhf.losses.fused.losses.topk_divergence`."""
         return topk_divergence(
-            student_head, scores, weights, beta, self.temperature, self.tail, targets, sampler_temperature
+            student_head, scores, weights, beta, self.temperature, self.tail, targets, sampler_temperature, self.loss
         )

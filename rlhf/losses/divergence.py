@@ -49,6 +49,9 @@ TAIL_FLOOR = 32 * torch.finfo(torch.float32).eps
 
 Result = TypeVar("Result")
 
+TermsOf = Callable[[Tensor, Tensor], Tensor]
+"""(student's, teacher's log-probabilities) -> each outcome's share of a row's loss; all [rows, n]."""
+
 # ---- on log-probabilities
 
 
@@ -161,6 +164,7 @@ def topk_outcomes(
     beta: float,
     temperature: float,
     tail: Tail,
+    terms_of: TermsOf | None = None,
 ) -> Float[Tensor, " rows"]:
     """`topk_rows`, of what it needs to know of the student.
 
@@ -168,6 +172,7 @@ def topk_outcomes(
         student: log-probabilities of the teacher's tokens at the temperature; `renormalise` takes logits as well. What
             stands in slots that aren't kept doesn't matter.
         student_tail: log-probability of all other tokens; for `bucket`, unless k = V.
+        terms_of: another loss than the divergence that beta chooses.
 
     Raises:
         ConfigError: see `topk_rows`.
@@ -178,25 +183,38 @@ def topk_outcomes(
         student = student.clamp(min=lowest).masked_fill(~slots.kept, lowest)
         raw_teacher = teacher.logprobs.to(student.dtype) / temperature
         raw_teacher = raw_teacher.clamp(min=lowest).masked_fill(~slots.kept, lowest)
-        return generalised_jsd(log_probs(student), log_probs(raw_teacher), beta)
+        return _row_losses(log_probs(student), log_probs(raw_teacher), beta, terms_of)
 
     student = student.masked_fill(~slots.kept, 2 * LOG_ZERO)
     teacher_logprobs = _teacher_logprobs(teacher, temperature, tail).to(student.dtype)
     teacher_logprobs = teacher_logprobs.masked_fill(~slots.alive, 2 * LOG_ZERO)
     if tail is Tail.drop:
-        return generalised_jsd(student, teacher_logprobs, beta, normalised=False)
+        return _row_losses(student, teacher_logprobs, beta, terms_of, normalised=False)
     if slots.everything:
-        return generalised_jsd(student, teacher_logprobs, beta)
+        return _row_losses(student, teacher_logprobs, beta, terms_of)
     assert student_tail is not None
     teacher_tail = -torch.expm1(teacher_logprobs.logsumexp(-1).clamp(max=0.0))
     missing = (TAIL_FLOOR - teacher_tail).clamp(min=0.0)
     student_tail = torch.logaddexp(student_tail, missing.log().clamp(min=2 * LOG_ZERO))
     teacher_tail = teacher_tail.clamp(min=TAIL_FLOOR).log()
-    return generalised_jsd(
+    return _row_losses(
         torch.cat([student, student_tail[:, None]], dim=-1),
         torch.cat([teacher_logprobs, teacher_tail[:, None]], dim=-1),
         beta,
+        terms_of,
     )
+
+
+def _row_losses(
+    student: Float[Tensor, "rows n"],
+    teacher: Float[Tensor, "rows n"],
+    beta: float,
+    terms_of: TermsOf | None,
+    normalised: bool = True,
+) -> Float[Tensor, " rows"]:
+    if terms_of is None:
+        return generalised_jsd(student, teacher, beta, normalised)
+    return terms_of(student.clamp(min=LOG_ZERO), teacher.clamp(min=LOG_ZERO)).sum(-1)
 
 
 def full_rows(
@@ -205,6 +223,7 @@ def full_rows(
     beta: float,
     temperature: float,
     shard: Shard | None = None,
+    terms_of: TermsOf | None = None,
 ) -> Float[Tensor, " rows"]:
     """The divergence over the whole vocabulary, a row; of two padded vocabularies, over the part that both have.
 
@@ -214,7 +233,7 @@ def full_rows(
     shard = shard or Shard(min(logits.shape[1], teacher_logits.shape[1]))
     student = log_probs(shard.restrict(logits), temperature, shard)
     teacher = log_probs(shard.restrict(teacher_logits), temperature, shard)
-    return shard.add(generalised_jsd(student, teacher, beta))
+    return shard.add(_row_losses(student, teacher, beta, terms_of))
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,6 +349,7 @@ def full_divergence(
     targets: Int[Tensor, " rows"] | None = None,
     sampler_temperature: float = 1.0,
     chunk_rows: int = CHUNK_ROWS,
+    terms_of: TermsOf | None = None,
 ) -> RowLosses:
     """`full_rows` of two heads, with the statistics of `RowLosses`. Only the student's head gets a gradient.
 
@@ -342,7 +362,7 @@ def full_divergence(
         logits = student.select(rows).logits()
         with torch.no_grad():
             teacher_logits = teacher.select(rows).logits()
-        loss = full_rows(logits, teacher_logits, beta, temperature, shared)
+        loss = full_rows(logits, teacher_logits, beta, temperature, shared, terms_of)
         return _measured(loss, logits, None, _rows_of(targets, rows), sampler_temperature, student.shard)
 
     return RowLosses.concat(in_chunks(chunk, len(student), chunk_rows))

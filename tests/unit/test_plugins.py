@@ -44,7 +44,8 @@ def plugin(folder: Path, body: str, name: str = "mine") -> str:
 
 
 def test_the_names_that_are_taken_are_those_that_exist() -> None:
-    assert {"preprocessor": tuple(BUILT_IN), "reward": tuple(FACTORIES), "dataset": ()} == plugins.BUILT_IN
+    taken = {"preprocessor": tuple(BUILT_IN), "reward": tuple(FACTORIES), "dataset": (), "loss": ()}
+    assert taken == plugins.BUILT_IN
 
 
 # ---- the examples of docs/plugins.md ---------------------------------------------------------------------------------

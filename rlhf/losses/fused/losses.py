@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlhf.config.distill import Tail
-from rlhf.losses.divergence import LOG_ZERO, mass, require_rows, topk_outcomes, topk_slots
+from rlhf.losses.divergence import LOG_ZERO, TermsOf, mass, require_rows, topk_outcomes, topk_slots
 from rlhf.losses.fused.kernels_torch import EXCLUDED, RowStatistics, Transform
 from rlhf.losses.fused.projection import (
     ONE_MODEL,
@@ -81,8 +81,12 @@ def topk_divergence(
     tail: Tail,
     targets: Int[Tensor, " rows"] | None = None,
     sampler_temperature: float = 1.0,
+    terms_of: TermsOf | None = None,
 ) -> tuple[Tensor, RowLosses]:
     """The fused `rlhf.losses.divergence.topk_divergence`, weighted; see `full_divergence`.
+
+    Args:
+        terms_of: another loss than the divergence that beta chooses.
 
     Raises:
         ConfigError: see `rlhf.losses.divergence.topk_rows`.
@@ -95,7 +99,7 @@ def topk_divergence(
         slots = topk_slots(scores, student.vocabulary)
 
         def outcomes(part: slice, logprobs: Tensor, rest: Tensor) -> Tensor:
-            return topk_outcomes(logprobs, rest, scores[part], slots[part], beta, temperature, tail)
+            return topk_outcomes(logprobs, rest, scores[part], slots[part], beta, temperature, tail, terms_of)
 
         measured = _Measured(student, None if targets is None else targets[rows], sampler_temperature)
         loss = _SelectedRows(student.select(rows), slots.ids, slots.kept, outcomes, temperature, measured)
