@@ -150,6 +150,8 @@ class _WeightedLoss(torch.autograd.Function):
         plan = RowBlocks.of(len(head), columns, dtype, hidden.device, row_loss.budget)
         # One column more than there are tokens: where a row loss puts what belongs to no column. Rows stay aligned.
         buffer = torch.empty(plan.block, -(-(columns + 1) // 16) * 16, dtype=dtype, device=hidden.device)
+        # torch's bfloat16 matmul on CPUs multiplies what lies beyond a row with zero (2.13): it must be finite.
+        buffer[:, columns:] = 0
         for block in plan.blocks():
             raw_block = buffer[: block.stop - block.start, :columns]
             for part in plan.parts(block):
