@@ -16,6 +16,7 @@ from rlhf.distill.user_loss import UserLoss
 from rlhf.errors import ConfigError
 from rlhf.losses.divergence import CHUNK_ROWS, log_probs
 from rlhf.losses.fused.losses import topk_divergence
+from rlhf.losses.fused.projection import converted
 from rlhf.losses.heads import VocabHead
 from rlhf.losses.rows import RowLosses, TopKScores
 
@@ -48,6 +49,7 @@ class TopKDistill:
                 f"distill.k={self.k} exceeds the vocabulary of {vocabulary} tokens; "
                 f"write distill.k={vocabulary} or less"
             )
+        teacher_head = converted(teacher_head)
         starts = range(0, max(len(teacher_head), 1), CHUNK_ROWS)
         return TopKScores.concat([self._score(teacher_head.select(slice(at, at + CHUNK_ROWS))) for at in starts])
 

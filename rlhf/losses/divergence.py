@@ -233,6 +233,9 @@ def full_rows(
     shard = shard or Shard(min(logits.shape[1], teacher_logits.shape[1]))
     student = log_probs(shard.restrict(logits), temperature, shard)
     teacher = log_probs(shard.restrict(teacher_logits), temperature, shard)
+    if terms_of is not None:  # which may see padding as outcomes
+        columns = shard.columns(student.shape[1])
+        student, teacher = student[:, :columns], teacher[:, :columns]
     return shard.add(_row_losses(student, teacher, beta, terms_of))
 
 

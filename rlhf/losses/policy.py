@@ -16,7 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlhf.config.algo import KLEstimator
-from rlhf.losses.divergence import CHUNK_ROWS, IMPOSSIBLE, in_chunks, log_probs
+from rlhf.losses.divergence import IMPOSSIBLE
+from rlhf.losses.fused.losses import token_loss
 from rlhf.losses.heads import VocabHead
 
 LARGEST_LOG_RATIO = 20.0
@@ -24,22 +25,17 @@ LARGEST_LOG_RATIO = 20.0
 
 
 @torch.no_grad()
-def sampled_logprobs(
-    head: VocabHead, targets: Int[Tensor, " rows"], temperature: float, chunk_rows: int = CHUNK_ROWS
-) -> Float[Tensor, " rows"]:
-    """log softmax(logits / temperature) at each row's target (distill=sampled). fp32, no gradient.
+def sampled_logprobs(head: VocabHead, targets: Int[Tensor, " rows"], temperature: float) -> Float[Tensor, " rows"]:
+    """log softmax(logits / temperature) at each row's target (distill=sampled). fp32, no gradient; by the arithmetic of
+    the student's own, so that equal models give equal numbers.
 
     A token that the head doesn't have (checkpoints of one tokenizer are padded differently) gets `IMPOSSIBLE`.
     """
     known = targets < head.vocabulary
     ids = targets.masked_fill(~known, 0)
-
-    def chunk(rows: slice) -> Tensor:
-        logprobs = log_probs(head.select(rows).logits(), temperature, head.shard)
-        return head.shard.at(logprobs, ids[rows].long()[:, None])[:, 0]
-
-    found = torch.cat(in_chunks(chunk, len(head), chunk_rows))
-    return found.masked_fill(~known, IMPOSSIBLE).float()
+    _, rows = token_loss(head, ids, torch.ones(len(head)), lambda rows, logprobs: -logprobs, temperature)
+    assert rows.logprob is not None
+    return rows.logprob.masked_fill(~known, IMPOSSIBLE).float()
 
 
 def log_ratios(logprobs: Float[Tensor, " rows"], old: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:

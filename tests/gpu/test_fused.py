@@ -79,7 +79,7 @@ def test_kernels(triton_kernels, dtype, options, temperature):
     x = block(0, dtype)
     a, b = x.clone(), x.clone()
     for kernels, out in ((triton_kernels, a), (kernels_torch, b)):
-        kernels.softmax_gradient_(out, of_x, COLUMNS, temperature, weights, log_z[0] - 1, -weights, log_z[0])
+        kernels.softmax_gradient_(out, of_x, COLUMNS, temperature, weights, log_z[0] - 1, -weights, log_z[0], out)
     close(a, b, 1e-3 if dtype is torch.float16 else 3e-5)
     assert (a[x <= EXCLUDED] == 0).all() and (a[:, COLUMNS:] == 0).all() and a.abs().max() > 0
 
@@ -115,3 +115,19 @@ def test_bf16_models_against_float64(kind, beta):
     torch.testing.assert_close(ours.entropy.double(), theirs.entropy, rtol=1e-3, atol=1e-3)
     for one, other in ((leaf.hidden.grad, exact_leaf.hidden.grad), (leaf.weight.grad, exact_leaf.weight.grad)):
         assert (one.double() - other).norm() / other.norm() < 2.5e-3
+
+
+def test_policy_losses_have_no_bound():
+    """Advantages of 1e4: beyond float16, whose gradients would be infinite."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(300, 256, generator=generator, device="cuda").bfloat16()
+    weight = (torch.randn(5_003, 256, generator=generator, device="cuda") * 0.1).bfloat16()
+    targets = torch.randint(0, 5_003, (300,), generator=generator, device="cuda")
+    weights = torch.full((300,), 1 / 300)
+    a = VocabHead(hidden.clone().requires_grad_(), weight.clone().requires_grad_())
+    b = VocabHead(hidden.double().requires_grad_(), weight.double().requires_grad_())
+    total, _ = fused.token_loss(a, targets, weights, lambda rows, logprobs: -1e4 * logprobs)
+    total.backward()
+    (-1e4 * b.logits().log_softmax(-1).gather(1, targets[:, None]).mean()).backward()
+    for one, other in ((a.hidden.grad, b.hidden.grad), (a.weight.grad, b.weight.grad)):
+        assert (one.double() - other).norm() / other.norm() < 5e-3

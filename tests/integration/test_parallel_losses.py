@@ -82,7 +82,7 @@ def everything(
     found: dict[str, Tensor] = {}
     rows: Any
     if kind == "policy":
-        found["sampled"] = sampled_logprobs(student, targets, temperature, chunk_rows)
+        found["sampled"] = sampled_logprobs(student, targets, temperature)
         if path == "fused":
             total, rows = fused.token_loss(student, targets, weights, lambda rows, logprobs: -logprobs, temperature)
             rows = SimpleNamespace(loss=rows.loss, entropy=rows.entropy)

@@ -164,12 +164,17 @@ def softmax_gradient_(
     log_u: Float[Tensor, " rows"],
     b: Float[Tensor, " rows"],
     log_v: Float[Tensor, " rows"],
+    out: Float[Tensor, "rows n"],
 ) -> None:
-    """x becomes `(a exp(z - log_u) + b exp(z - log_v)) dz/dx`; zero where it is excluded."""
+    """x becomes `(a exp(z - log_u) + b exp(z - log_v)) dz/dx`; zero where it is excluded.
+
+    Args:
+        out: the same memory as x, read as another format of the same size.
+    """
     z, kept, slope = _logits(x, transform, columns, temperature)
     gradient = a[:, None] * (z - log_u[:, None]).exp() + b[:, None] * (z - log_v[:, None]).exp()
-    x[:, columns:] = 0
-    x[:, :columns] = (gradient * kept * slope / temperature).to(x.dtype)
+    out[:, columns:] = 0
+    out[:, :columns] = (gradient * kept * slope / temperature).to(out.dtype)
 
 
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -175,7 +175,7 @@ def _divergence_gradient_kernel(
 
 @triton.jit
 def _softmax_gradient_kernel(
-    x_pointer, x_stride, x_bias, cx, x_scale, x_cap, n, width, a, log_u, b, log_v, outer,
+    x_pointer, x_stride, x_bias, cx, x_scale, x_cap, out_pointer, n, width, a, log_u, b, log_v, outer,
     X_BIAS: tl.constexpr, X_CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -187,7 +187,7 @@ def _softmax_gradient_kernel(
     gradient += tl.load(b + row) * _exp2(x - tl.load(log_v + row) * LOG2_E)
     gradient *= outer * _slope(raw, x_scale, x_cap, X_CAP)
     gradient = tl.where((columns < n) & (raw > -60000.0), gradient, 0.0)
-    tl.store(x_row + columns, gradient.to(x_pointer.dtype.element_ty), mask=columns < width)
+    tl.store(out_pointer + row * x_stride + columns, gradient.to(out_pointer.dtype.element_ty), mask=columns < width)
 
 
 def statistics(
@@ -266,11 +266,13 @@ def softmax_gradient_(
     log_u: Tensor,
     b: Tensor,
     log_v: Tensor,
+    out: Tensor,
 ) -> None:
     """See `kernels_torch.softmax_gradient_`."""
+    assert out.stride() == x.stride()
     rows, width = x.shape
     _softmax_gradient_kernel[(rows, triton.cdiv(width, 2 * BLOCK))](
-        *_block(x, transform, temperature), columns, width,
+        *_block(x, transform, temperature), out, columns, width,
         a, log_u, b, log_v, _outer(transform, temperature), **_flags("X", transform), BLOCK=2 * BLOCK, num_warps=WARPS,
     )  # fmt: skip
 

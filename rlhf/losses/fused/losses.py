@@ -25,6 +25,7 @@ from rlhf.losses.fused.projection import (
     RowBlocks,
     Weights,
     converted,
+    gradient_dtype,
     kernels_for,
     project,
     weighted_loss,
@@ -102,7 +103,9 @@ def topk_divergence(
             return topk_outcomes(logprobs, rest, scores[part], slots[part], beta, temperature, tail, terms_of)
 
         measured = _Measured(student, None if targets is None else targets[rows], sampler_temperature)
-        loss = _SelectedRows(student.select(rows), slots.ids, slots.kept, outcomes, temperature, measured)
+        loss = _SelectedRows(
+            student.select(rows), slots.ids, slots.kept, outcomes, temperature, measured, bounded=terms_of is None
+        )
         total, losses = weighted_loss(student.select(rows), some, loss)
         teacher_mass = mass(scores.logprobs.to(losses.dtype), slots.alive)
         return total, measured.rows(losses, teacher_mass, mass(loss.logprobs_at_1, slots.alive))
@@ -133,9 +136,8 @@ def token_loss(
 
         ids = targets[rows].long()[:, None]
         measured = _Measured(student, targets[rows], temperature)
-        loss = _SelectedRows(
-            student.select(rows), ids, torch.ones_like(ids, dtype=torch.bool), of_part, temperature, measured
-        )
+        every = torch.ones_like(ids, dtype=torch.bool)
+        loss = _SelectedRows(student.select(rows), ids, every, of_part, temperature, measured, bounded=False)
         total, losses = weighted_loss(student.select(rows), some, loss)
         ones = torch.ones_like(losses)
         return total, measured.rows(losses, ones, ones)
@@ -196,12 +198,12 @@ class _FullRows:
     """`RowLoss` over the whole vocabulary."""
 
     budget: ClassVar[Budget] = TWO_MODELS
-
     student: VocabHead
     teacher: VocabHead
     beta: float
     temperature: float
     measured: _Measured
+    bounded: bool = True
 
     def __post_init__(self) -> None:
         head = self.student
@@ -209,6 +211,7 @@ class _FullRows:
         self.own_shard = head.shard
         self.transform, self.teacher_transform = Transform.of(head), Transform.of(self.teacher)
         self.kernels = kernels_for(head.hidden.device)
+        self.steepness = abs(head.scale) / self.temperature
         self.buffer: Tensor | None = None
 
     def __call__(self, rows: slice, raw: Tensor, weights: Tensor | None) -> Tensor:
@@ -281,10 +284,13 @@ class _SelectedRows:
     loss_of: SelectedLoss
     temperature: float
     measured: _Measured
+    bounded: bool
+    """See `projection.RowLoss`."""
 
     def __post_init__(self) -> None:
         self.transform = Transform.of(self.student)
         self.kernels = kernels_for(self.student.hidden.device)
+        self.steepness = abs(self.student.scale) / self.temperature
         self._logprobs_at_1: list[Tensor] = []
 
     @property
@@ -339,9 +345,12 @@ class _SelectedRows:
             of_logprobs, of_rest = wanted
             of_logprobs = of_logprobs.masked_fill(~kept, 0.0)
             every = of_logprobs.sum(-1) + of_rest
-            self.kernels.softmax_gradient_(raw, self.transform, columns, t, of_rest, log_rest, -every, log_z)
+            into = gradient_dtype(raw.dtype, self.bounded)
+            self.kernels.softmax_gradient_(
+                raw, self.transform, columns, t, of_rest, log_rest, -every, log_z, raw.view(into)
+            )
             of_logits = (of_logprobs - every[:, None] * logprobs.detach().exp()) * slopes / t
-            wider.scatter_(1, place, of_logits.masked_fill(~kept, 0.0).to(raw.dtype))
+            wider.view(into).scatter_(1, place, of_logits.masked_fill(~kept, 0.0).to(into))
         return loss.detach()
 
 

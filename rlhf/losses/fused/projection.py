@@ -10,6 +10,7 @@ for each block of rows, whose gradients by the logits are kept together:
 On a GPU, logits and their gradients are float16 for models in bfloat16: the same bytes and speed, and three more bits.
 bfloat16 converts to it exactly but for numbers beyond 65,504, which make the loss NaN, or below 6e-8, which vanish. So
 that gradients don't vanish, they are scaled up, by `GRADIENT_SCALE` over the largest weight, until after the matmuls.
+That takes a bound on them, which divergences have; losses without one keep gradients in bfloat16.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rlhf.losses.fused import kernels_torch
 from rlhf.losses.heads import VocabHead
 
 GRADIENT_SCALE = 512.0
-"""A row's gradient by its logits is at most 1 for forward KL and a few dozen for reverse KL: below 2^16 with it."""
+"""A row's loss changes with a logit by at most 1 for forward KL and a few dozen for reverse KL: below 2^16 with it."""
 
 MIB = 2**20
 
@@ -54,12 +55,16 @@ class RowLoss(Protocol):
     """Turns the raw logits of some rows into their losses, and into gradients."""
 
     budget: ClassVar[Budget]
+    steepness: float
+    """Most that a logit changes with a raw one: scale / temperature."""
+    bounded: bool
+    """A loss changes with a logit by a few dozen at most."""
 
     def __call__(self, rows: slice, raw: Float[Tensor, "part n"], weights: Float[Tensor, " part"] | None) -> Tensor:
         """
         Args:
             raw: what the matmul gave, without bias, scale and soft cap; `[:, :V_local]` of a buffer that is one column
-                wider. Overwritten by d(weights . losses)/d raw.
+                wider. Overwritten by d(weights . losses)/d raw, in `gradient_dtype`.
             weights: None: no gradient is asked for.
 
         Returns:
@@ -96,6 +101,11 @@ def kernels_for(device: torch.device) -> ModuleType:
 def compute_dtype(weight: Tensor) -> torch.dtype:
     """Of logits and their gradients."""
     return torch.float16 if weight.is_cuda and weight.dtype == torch.bfloat16 else weight.dtype
+
+
+def gradient_dtype(logits: torch.dtype, bounded: bool) -> torch.dtype:
+    """Of the gradients that take the place of logits."""
+    return torch.bfloat16 if logits == torch.float16 and not bounded else logits
 
 
 def converted(head: VocabHead) -> VocabHead:
@@ -135,9 +145,14 @@ class _WeightedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_weight, wants_bias = (needed and wanted for needed in ctx.needs_input_grad[:3])
         wants_any = wants_hidden or wants_weight or wants_bias
+        given = head.weight.detach()
         head = converted(replace(head, hidden=hidden.detach()))
         dtype, columns = head.weight.dtype, head.weight.shape[0]
-        scale = GRADIENT_SCALE / weights.largest if dtype == torch.float16 and weights.largest > 0 else 1.0
+        of_gradients = gradient_dtype(dtype, row_loss.bounded)
+        backward_weight = given if given.dtype == of_gradients else head.weight.to(of_gradients)
+        scale = 1.0
+        if of_gradients == torch.float16 and weights.largest > 0:
+            scale = GRADIENT_SCALE / (weights.largest * max(1.0, row_loss.steepness))
         exact = torch.promote_types(dtype, torch.float32)
         losses = torch.empty(len(head), dtype=exact, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -159,12 +174,13 @@ class _WeightedLoss(torch.autograd.Function):
                 project(raw, head, part)
                 losses[part] = row_loss(part, raw, scaled[part] if wants_any else None)
                 if d_hidden is not None:
-                    d_hidden[part] = (_mm(raw, head.weight) * (1 / scale)).to(d_hidden.dtype)
+                    d_hidden[part] = (_mm(raw.view(of_gradients), backward_weight) * (1 / scale)).to(d_hidden.dtype)
+            gradients = raw_block.view(of_gradients)
             if d_weight is not None:
-                hidden_block = kernels_for(hidden.device).cast(head.hidden[block], dtype)
-                _add_mm_(d_weight, raw_block, hidden_block, 1 / scale)
+                hidden_block = kernels_for(hidden.device).cast(head.hidden[block], of_gradients)
+                _add_mm_(d_weight, gradients, hidden_block, 1 / scale)
             if d_bias is not None:
-                d_bias += raw_block.sum(0, dtype=exact) / scale
+                d_bias += gradients.sum(0, dtype=exact) / scale
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.gradients = d_hidden, None if ctx.in_main_grad else d_weight, d_bias
