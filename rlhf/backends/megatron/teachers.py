@@ -197,4 +197,7 @@ def teacher_of(setup: TrainerSetup, student: Model, dtype: torch.dtype) -> Teach
         return Teacher(student)
     if student.adapter is not None:
         return AverageAdapterTeacher(student, decay)
-    return AverageTeacher(load_model(setup.student, dtype, student.partition), student, decay)
+    second = load_model(setup.student, dtype, student.partition)
+    if not setup.self_teacher.changes:
+        return FrozenTeacher(second, offload=False)
+    return AverageTeacher(second, student, decay)

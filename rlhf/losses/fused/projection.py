@@ -109,7 +109,7 @@ def gradient_dtype(logits: torch.dtype, bounded: bool) -> torch.dtype:
 
 
 def converted(head: VocabHead) -> VocabHead:
-    """A head in `compute_dtype`; a frozen one is converted once, so that this does nothing."""
+    """A head in `compute_dtype`. A teacher's that comes in it, as teachers keep theirs, costs nothing."""
     weight = head.weight.detach()
     return replace(head, weight=kernels_for(weight.device).cast(weight, compute_dtype(weight)))
 
