@@ -278,7 +278,7 @@ def measure(smoke: bool, only: list[str], peers: bool) -> dict[str, float]:
         problem = Problem(rows, student, teacher, vocabulary, device, dtype)
         expected = reference(problem, beta) if with_error else None
         best: dict[str, float] = {}
-        for who, make in {"": ours, **(PEERS if peers else {"plain": plain} if smoke else {})}.items():
+        for who, make in {"": ours, **(PEERS if peers else {})}.items():
             if (who == "plain" and rows > 8192) or (who == "liger_fused" and name != "jsd_2048_4096"):
                 continue  # too much memory; too slow to be the best
             label = f"{who}_{name}" if who else name

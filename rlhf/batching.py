@@ -56,6 +56,7 @@ def plan_batch(
     micro_batch_tokens: int,
     padding_free: bool = True,
     pad_multiple: int = 1,
+    rows: Sequence[int] | None = None,
 ) -> BatchPlan:
     """Spread samples over data-parallel ranks and micro-batches so that every rank has about the same tokens.
 
@@ -65,24 +66,26 @@ def plan_batch(
         micro_batch_tokens: most tokens, padding included, in one forward pass.
         padding_free: pack a micro-batch into one sequence; otherwise rows are padded to the longest.
         pad_multiple: each sample's length is rounded up to this (tensor parallelism, twice context parallelism).
+        rows: the samples to plan for; None: all of them.
 
     Raises:
         ConfigError: a sample is longer than `micro_batch_tokens`, or there are fewer samples than ranks.
     """
     padded = [round_up(int(length), pad_multiple) for length in lengths]
-    if len(padded) < data_parallel:
+    rows = range(len(padded)) if rows is None else rows
+    if len(rows) < data_parallel:
         raise ConfigError(
-            f"a batch of {len(padded)} samples can't feed {data_parallel} data-parallel ranks; "
+            f"a batch of {len(rows)} samples can't feed {data_parallel} data-parallel ranks; "
             "raise train.global_batch_samples (eval.samples, if it is the held-out batch) or lower train.gpus"
         )
-    if max(padded) > micro_batch_tokens:
+    longest = max(padded[row] for row in rows)
+    if longest > micro_batch_tokens:
         raise ConfigError(
-            f"a sample of {max(padded)} tokens doesn't fit train.micro_batch_tokens={micro_batch_tokens}; raise it, or "
+            f"a sample of {longest} tokens doesn't fit train.micro_batch_tokens={micro_batch_tokens}; raise it, or "
             "lower data.max_length or rollout.max_new_tokens"
         )
     ranks = tuple(
-        _cut(padded, rows, micro_batch_tokens, padding_free)
-        for rows in spread(padded, range(len(padded)), data_parallel)
+        _cut(padded, share, micro_batch_tokens, padding_free) for share in spread(padded, rows, data_parallel)
     )
     return BatchPlan(ranks=ranks, padding_free=padding_free, pad_multiple=pad_multiple)
 
@@ -109,9 +112,10 @@ def plan_on_ranks(plan: BatchPlan, lengths: Sequence[int] | np.ndarray, micro_ba
         ConfigError: a sample is longer than `micro_batch_tokens`.
     """
     padded = [round_up(int(length), plan.pad_multiple) for length in lengths]
-    if max(padded) > micro_batch_tokens:
+    longest = max(padded[row] for row in plan.samples)
+    if longest > micro_batch_tokens:
         raise ConfigError(
-            f"a sample of {max(padded)} tokens, as the teacher reads it, doesn't fit train.micro_batch_tokens="
+            f"a sample of {longest} tokens, as the teacher reads it, doesn't fit train.micro_batch_tokens="
             f"{micro_batch_tokens}; raise it, or lower data.max_teacher_length"
         )
     ranks = tuple(
@@ -148,7 +152,7 @@ def describe_plans(plans: Sequence[BatchPlan], lengths: Int64[np.ndarray, " n"])
 
 
 def steps_of(epochs: int, rows: int, batch_samples: int) -> int:
-    """Optimizer steps that take every row at least `epochs` times. Batches cross the borders of epochs, and the last
+    """Steps that take every row at least `epochs` times. Batches cross the borders of epochs, and the last
     one is filled up with the first rows of one more epoch."""
     return -(-epochs * rows // batch_samples)
 

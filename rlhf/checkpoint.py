@@ -26,7 +26,18 @@ from rlhf.types import Metrics
 BEST = "best"
 BEST_FILE = "best.json"
 """In the best checkpoint: `{"step": 12, "eval/forward_kl": 0.25}`."""
-KEY = "eval/forward_kl"
+
+
+@dataclass(frozen=True)
+class Better:
+    """What held-out metric the best checkpoint is chosen by."""
+
+    key: str = "eval/forward_kl"
+    highest: bool = False
+
+    def than(self, value: float, other: float) -> bool:
+        """Whether `value` is better."""
+        return value > other if self.highest else value < other
 
 
 @dataclass
@@ -42,6 +53,7 @@ class Checkpoints:
     keep_last: int = 0
     """Older `step_N` are deleted; 0 keeps all."""
     keep_best: bool = False
+    better: Better = field(default_factory=Better)
     describe: Callable[[int], TrainingState] | None = None
     """What the driver knows after a step. None: no training state is written."""
     saved: list[Path] = field(default_factory=list)
@@ -61,12 +73,13 @@ class Checkpoints:
         path = self._of(step)
         if path is not None and self.describe is not None:
             training_state.write(self.describe(step), path)
-        value = metrics.get(KEY, math.nan)
-        best = self.best()
-        if self.keep_best and step > 0 and (best is None or value < best[KEY]) and not math.isnan(value):
+        key = self.better.key
+        value, best = metrics.get(key, math.nan), self.best()
+        new = best is None or key not in best or self.better.than(value, best[key])
+        if self.keep_best and step > 0 and new and not math.isnan(value):
             with self._writing(BEST) as unfinished:
                 self._weights(unfinished, path)
-                (unfinished / BEST_FILE).write_text(json.dumps({"step": step, KEY: value}) + "\n", encoding="utf-8")
+                (unfinished / BEST_FILE).write_text(json.dumps({"step": step, key: value}) + "\n", encoding="utf-8")
 
     def finish(self, step: int | None = None) -> Path:
         """The weights after the last step, which is `step`."""

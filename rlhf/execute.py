@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatches
+from rlhf.algos.build import build_objective, minibatches_of
 from rlhf.backends.megatron.adapters import parameters
-from rlhf.checkpoint import BEST, Checkpoints
-from rlhf.config.algo import GRPO
-from rlhf.config.distill import FullVocab, TopK
+from rlhf.checkpoint import BEST, Better, Checkpoints
 from rlhf.config.placement import Separate
+from rlhf.config.reward import NoReward
 from rlhf.config.run import Run
-from rlhf.config.teacher import SelfTeacher
+from rlhf.config.teacher import NoTeacher, SelfTeacher
 from rlhf.config.train import DType
 from rlhf.errors import RlhfError
 from rlhf.loggers.base import Continued, MetricLog
@@ -46,6 +45,7 @@ from rlhf.resume import (
     still_as_found,
 )
 from rlhf.rewards.verify import solves
+from rlhf.roles.protocols import Rewarder
 from rlhf.run_folder import RunFolder, check, keep_traceback
 from rlhf.sources.build import source_of
 from rlhf.sources.evaluation import Evaluator
@@ -115,13 +115,19 @@ def train(
     """Start the roles, run the loop, save, report; whatever happens, give the devices back."""
     folder = claimed.path
     bad_rows = BadRowList(folder / BAD_ROWS, log, len(inputs.dataset.bad_rows))
-    roles = start_roles(run, inputs, folder, log, sweep)
+    rewarder = build_rewarder(run, inputs)
+    try:
+        roles = start_roles(run, inputs, folder, log, sweep)
+    except BaseException:
+        end_rewards(rewarder)
+        raise
     checkpoints = Checkpoints(
         roles.trainer,
         folder / CHECKPOINTS,
         run.run.save_every,
         keep_last=run.run.keep_last,
         keep_best=run.eval.every > 0 and run.eval.keep_best,
+        better=judged_by(run),
     )
     started = time.perf_counter()
     try:
@@ -131,7 +137,7 @@ def train(
             log.log(step, metrics)
             checkpoints.after_evaluation(step, metrics)
 
-        source = build_source(run, inputs, roles, log, bad_rows, report_evaluation)
+        source = build_source(run, inputs, roles, log, bad_rows, report_evaluation, rewarder)
         progress = Progress(mark_of(inputs.dataset), plain(config), source, bad_rows, log, started)
         if resume is not None:
             progress.restore(resume.state, resume.checkpoint)
@@ -144,13 +150,13 @@ def train(
         log.phase("save")
         final = checkpoints.finish(inputs.steps)
     except KeyboardInterrupt:
-        shut_down(roles, checkpoints)
+        shut_down(roles, checkpoints, rewarder)
         raise Stopped(f"interrupted; {saved_text(checkpoints)}") from None
     except RlhfError as error:
-        shut_down(roles, checkpoints)
+        shut_down(roles, checkpoints, rewarder)
         raise type(error)(f"{error}; {saved_text(checkpoints)}; {keep_traceback(error, folder)}") from error
     finally:
-        shut_down(roles, checkpoints)
+        shut_down(roles, checkpoints, rewarder)
     evaluator = source.evaluator
     best = checkpoints.best()
     summary = report.RunSummary(
@@ -178,15 +184,37 @@ def train(
 def objective_of(run: Run, measured: Metrics) -> float | None:
     """What a sweep compares runs by, and its sweeper optimises; None where it wasn't measured.
 
-    The held-out forward KL (lower is better); under algo=grpo the held-out accuracy, or the last step's mean reward
-    where no verifier can tell it (higher is better).
+    The held-out forward KL (lower is better). With rewards the held-out reward, or without evaluation the last step's
+    mean reward (higher is better).
     """
-    names = ("eval/accuracy", "reward/mean") if isinstance(run.algo, GRPO) else ("eval/forward_kl",)
+    names = (judged_by(run).key,) if isinstance(run.reward, NoReward) else (judged_by(run).key, "reward/mean")
     return next((measured[name] for name in names if name in measured), None)
 
 
-def shut_down(roles: Roles, checkpoints: Checkpoints) -> None:
+def judged_by(run: Run) -> Better:
+    """The held-out metric that says how good a run is."""
+    return Better() if isinstance(run.reward, NoReward) else Better("eval/reward", highest=True)
+
+
+def build_rewarder(run: Run, inputs: Inputs) -> Rewarder | None:
+    """What rewards responses; None without rewards."""
+    if isinstance(run.reward, NoReward):
+        return None
+    from rlhf.rewards.build import rewarder_of
+
+    return rewarder_of(run, inputs)
+
+
+def end_rewards(rewarder: Rewarder | None) -> None:
+    """End the processes of the reward functions."""
+    if rewarder is not None:
+        with unstoppable():
+            rewarder.close()
+
+
+def shut_down(roles: Roles, checkpoints: Checkpoints, rewarder: Rewarder | None) -> None:
     """Give the devices back, and remove what a process that is gone now was still writing."""
+    end_rewards(rewarder)  # first: work ahead may be waiting for it
     with unstoppable():
         roles.close()
         checkpoints.remove_unfinished()
@@ -202,7 +230,7 @@ def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog, sweep: b
     log.phase("start")
     if run.logger.console and not sweep:
         length = f"\nrun.epochs={run.run.epochs}: {inputs.steps} steps" if run.run.epochs else ""
-        teacher = "itself" if isinstance(run.teacher, SelfTeacher) else run.teacher.model
+        teacher = teacher_named(run)
         roles = "Ray and the trainer" if run.engine is None else "Ray, trainer and engine"
         without = f" without {len(run.model.drop_layers)} layers" if run.model.drop_layers else ""
         print(f"student {run.model.path}{without}, teacher {teacher}\n{describe_data(inputs)}{length}", flush=True)
@@ -215,6 +243,15 @@ def start_roles(run: Run, inputs: Inputs, folder: Path, log: MetricLog, sweep: b
         raise type(error)(f"{error}; {keep_traceback(error, folder)}") from error
 
 
+def teacher_named(run: Run) -> str:
+    """For the person watching."""
+    if isinstance(run.teacher, NoTeacher):
+        return "none"
+    if isinstance(run.teacher, SelfTeacher):
+        return "itself" if run.teacher.changes else "itself, as it was at the start"
+    return str(run.teacher.model)
+
+
 def build_source(
     run: Run,
     inputs: Inputs,
@@ -222,34 +259,36 @@ def build_source(
     log: MetricLog,
     bad_rows: BadRowList,
     report_evaluation: Callable[[int, Metrics], None],
+    rewarder: Rewarder | None = None,
 ) -> StepSource:
     """Where experiences come from, with the evaluation between them."""
+    scorer = None if isinstance(run.teacher, NoTeacher) else roles.scorer
     evaluator = Evaluator(
         spec=run.eval,
         train=run.train,
         held_out=inputs.dataset.held_out,
         trainer=roles.trainer,
-        scorer=roles.scorer,
+        scorer=scorer,
         engine=roles.engine,
         seed=run.run.seed,
         total_steps=inputs.steps,
         report=report_evaluation,
         solves=verifier_of(run, inputs),
+        rewarder=rewarder,
     )
     return source_of(
         run,
         roles.engine,
         roles.background,
         roles.writer,
+        rewarder,
         trainer=roles.trainer,
-        scorer=roles.scorer,
+        scorer=scorer,
         evaluator=evaluator,
         cursor=inputs.dataset.cursor(run.run.seed, run.data.shuffle, bad_rows.add),
-        make_minibatches=lambda sequences: make_minibatches(
-            sequences, run.train, roles.trainer.data_parallel, run.algo.sft_alpha
-        ),
+        make_minibatches=minibatches_of(run, roles.trainer.data_parallel),
         micro_batch_tokens=run.train.micro_batch_tokens,
-        batch_samples=run.train.global_batch_samples,
+        batch_samples=run.prompts_per_step,
         steps=inputs.steps,
         seed=run.run.seed,
         phase=log.phase,
@@ -287,26 +326,6 @@ def publish(
         report.show(summary, rich.console.Console(highlight=False))
 
 
-def build_objective(run: Run) -> GKDObjective:
-    """The pure objective of a checked configuration."""
-    from rlhf.distill.fullvocab import FullVocabDistill
-    from rlhf.distill.topk import TopKDistill
-
-    assert isinstance(run.distill, TopK | FullVocab), "checked when the configuration was composed"
-    distill = (
-        TopKDistill.from_spec(run.distill)
-        if isinstance(run.distill, TopK)
-        else (FullVocabDistill.from_spec(run.distill))
-    )
-    return GKDObjective(
-        beta=run.algo.beta,
-        distill=distill,
-        sampler_temperature=None
-        if run.engine is None
-        else comparable_temperature(run.engine.temperature, run.engine.top_p, run.engine.top_k),
-    )
-
-
 def report_data(inputs: Inputs, folder: Path, log: MetricLog) -> None:
     """Say what became of the rows; list the bad ones in a file."""
     statistics, bad_rows = inputs.dataset.statistics, inputs.dataset.bad_rows
@@ -341,7 +360,7 @@ def largest_gap(run: Run) -> float:
         return math.inf
     if run.engine.logprob_gap_warning is not None:
         return run.engine.logprob_gap_warning
-    if run.placement.max_staleness:
+    if run.placement.max_staleness or run.updates_per_step > 1:
         return math.inf  # the trainer's weights are newer than the sampler's: a gap is expected
     exact = run.engine.dtype is DType.float32 and run.train.dtype is DType.float32
     return 1e-3 if exact else 0.1

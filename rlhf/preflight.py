@@ -13,7 +13,8 @@ from rlhf.backends.megatron.adapters import Adapter
 from rlhf.backends.megatron.architecture import Architecture, refuse_unknown_fields
 from rlhf.backends.megatron.tensors import check_weights
 from rlhf.batching import steps_of
-from rlhf.config.checks import check_schedule
+from rlhf.config.algo import GRPO
+from rlhf.config.checks import check_schedule, said_of
 from rlhf.config.cluster import Device
 from rlhf.config.distill import TopK
 from rlhf.config.reward import FunctionReward
@@ -42,7 +43,7 @@ class Inputs:
     stop_token_ids: tuple[int, ...]
     dataset: Dataset
     steps: int
-    """Optimizer steps of the run, whether `run.steps` or `run.epochs` says so."""
+    """Steps of the run, whether `run.steps` or `run.epochs` says so."""
     teacher_stop_token_ids: tuple[int, ...] = ()
     """What ends a response that the teacher writes: its own end-of-sequence tokens as well; () where it writes none."""
     adapter: Adapter | None = None
@@ -137,15 +138,15 @@ def can_be_verified(dataset: Dataset) -> bool:
 
 
 def _steps(run: Run, dataset: Dataset) -> int:
-    """The length of the run in optimizer steps, once the rows are counted."""
+    """The length of the run in steps, once the rows are counted."""
     if run.run.steps is not None:
         return run.run.steps
     assert run.run.epochs is not None and dataset.train_rows is not None, "checked when the run was composed"
-    steps = steps_of(run.run.epochs, dataset.train_rows, run.train.global_batch_samples)
+    steps = steps_of(run.run.epochs, dataset.train_rows, run.prompts_per_step)
     said = f"run.epochs={run.run.epochs}, which is {steps} steps over {dataset.train_rows} rows"
     if steps > MOST_STEPS:
         raise ConfigError(f"{said}: more than {MOST_STEPS}; lower run.epochs")
-    check_schedule(run.train, steps, said)
+    check_schedule(run.train, steps * run.updates_per_step, said_of(run, said))
     return steps
 
 
@@ -153,7 +154,10 @@ def _check_lesson(run: Run, dataset: Dataset) -> None:
     """A student that reads what its teacher reads, and is the teacher, learns nothing."""
     if not isinstance(run.teacher, SelfTeacher):
         return
-    regularises = run.teacher.ema_decay is not None and run.algo.sft_alpha > 0 and run.lmbda < 1
+    if isinstance(run.algo, GRPO):  # its other gradients take the student away from what it was
+        regularises = run.teacher.ema_decay is not None
+    else:
+        regularises = run.teacher.ema_decay is not None and run.algo.sft_alpha > 0 and run.lmbda < 1
     if dataset.statistics.get("data/teacher_prompt_rows") == 0 and not regularises:
         raise ConfigError(
             "teacher=self has nothing to teach, since no row has a teacher_prompt: teacher and student read the same; "

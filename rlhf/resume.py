@@ -44,6 +44,8 @@ DECIDES = (
     "teacher.*",
     "data.*",
     "algo._target_",
+    "algo.num_generations",
+    "algo.steps_per_generation",
     "distill._target_",
     "reward._target_",
     "run.seed",

@@ -22,7 +22,7 @@ from rlhf.stopping import unstoppable
 FILE = "summary.csv"
 SUMMARY = "summary.json"
 """What a finished run leaves in its folder (`rlhf.report.summary`)."""
-RESULTS = {"eval/forward_kl": 1, "eval/reverse_kl": 1, "eval/accuracy": -1, "reward/mean": -1}
+RESULTS = {"eval/reward": -1, "eval/forward_kl": 1, "eval/reverse_kl": 1, "eval/accuracy": -1, "reward/mean": -1}
 """Held out, after the last step, or of the last step. 1: lower is better, -1: higher. The first one that any job has
 orders the table, the best job first."""
 

@@ -102,6 +102,21 @@ class Sequences:
     def rows(self) -> Iterator[Int32[np.ndarray, " t"]]:
         return ragged(self.offsets, self.tokens)
 
+    def select(self, rows: Iterable[int]) -> Sequences:
+        """Some of the samples, in this order; at least one."""
+        chosen, every_row = list(rows), list(self.rows())
+        logprobs = None
+        if self.logprobs is not None:
+            every_part = list(ragged(self.response_offsets, self.logprobs))
+            logprobs = np.concatenate([every_part[row] for row in chosen])
+        return Sequences(
+            sample_ids=self.sample_ids[chosen],
+            tokens=np.concatenate([every_row[row] for row in chosen]),
+            offsets=offsets_of(self.lengths[chosen]),
+            prompt_lengths=self.prompt_lengths[chosen],
+            logprobs=logprobs,
+        )
+
 
 @dataclass(frozen=True)
 class Rollouts:
@@ -111,6 +126,11 @@ class Rollouts:
     sequences: Sequences
     finished: np.ndarray
     """[n] bool: the response ended by itself (a stop token) rather than at the length limit."""
+
+    def select(self, rows: Iterable[int]) -> Rollouts:
+        """Some of the samples, in this order; at least one."""
+        chosen = list(rows)
+        return Rollouts(self.version, self.sequences.select(chosen), self.finished[chosen])
 
 
 ROW = "data row"
@@ -177,6 +197,13 @@ class MiniBatch:
     weights: Float32[np.ndarray, " R"]
     target_weights: Float32[np.ndarray, " R"] | None = None
     """Weights of each response token's cross entropy, which is added to the loss; None: it isn't."""
+    advantages: Float32[np.ndarray, " R"] | None = None
+    """How much better than expected each response token was, for a policy loss; None where there is none."""
+    teacher_logprobs: Float32[np.ndarray, " R"] | None = None
+    """The teacher's log-probability of each response token at the sampler's temperature; None: it wasn't asked."""
+    old_logprobs: Float32[np.ndarray, " R"] | None = None
+    """The trainer's own, before the first optimizer step of the generation. Only the rows of its plan are numbers.
+    None: they aren't needed, or this is that first step."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +217,8 @@ class Experience:
     minibatches: tuple[MiniBatch, ...]
     scores: Any = None
     """What the scorer answered, for the trainer: references by data-parallel rank; None if the trainer has them."""
+    rewards: Float32[np.ndarray, " n"] | None = None
+    """Each response's, to be written down; None where there are none."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the source measured: seconds by phase, response lengths, ..."""
 

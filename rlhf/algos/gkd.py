@@ -28,6 +28,11 @@ class GKDObjective:
     """Temperature to compare log-probabilities with the sampler's at; None when they can't be compared, because the
     sampler cut its distribution (top_p, top_k) or took no sample (greedy)."""
 
+    @property
+    def old_logprobs_at(self) -> None:
+        """Divergences compare with the teacher, not with the past."""
+        return None
+
     def loss(
         self,
         student: VocabHead,

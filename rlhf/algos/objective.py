@@ -26,6 +26,12 @@ class RowBatch:
     """Their log-probabilities under the sampler; None for dataset responses."""
     target_weights: Float[Tensor, " rows"] | None = None
     """Of the cross entropy of the targets, normalised as `weights` are; None: it is no part of the loss."""
+    advantages: Float[Tensor, " rows"] | None = None
+    """See `MiniBatch`, as of the next two."""
+    teacher_logprobs: Float[Tensor, " rows"] | None = None
+    old_logprobs: Float[Tensor, " rows"] | None = None
+    row_counts: tuple[int, ...] = ()
+    """Rows of each sample, in order."""
 
 
 @dataclass
@@ -49,8 +55,9 @@ class Totals:
 
     def means(self, optimizer_steps: int = 1) -> dict[str, float]:
         """Metric name -> mean over rows (sums), mean over optimizer steps (weighted), or the largest (maxima)."""
+        rows = max(self.rows, 1)  # none where every sample was masked
         weighted = {name: total / optimizer_steps for name, total in self.weighted.items()}
-        return {**weighted, **{name: total / self.rows for name, total in self.sums.items()}, **self.maxima}
+        return {**weighted, **{name: total / rows for name, total in self.sums.items()}, **self.maxima}
 
 
 def _merged(a: dict[str, float], b: dict[str, float], combine: Callable[[float, float], float]) -> dict[str, float]:
@@ -63,8 +70,15 @@ class Objective(Protocol):
     """Pure: holds numbers and a distillation strategy, no model."""
 
     @property
-    def distill(self) -> Distill[Any]:
-        """What is asked of the teacher."""
+    def distill(self) -> Distill[Any] | None:
+        """What is asked of the teacher and kept for the loss; None: nothing."""
+        ...
+
+    @property
+    def old_logprobs_at(self) -> float | None:
+        """The temperature at which the trainer takes the targets' log-probabilities before the first optimizer step of
+        an experience, for `RowBatch.old_logprobs` of all its steps; None: the loss doesn't need them. Where there is
+        one step, its own forward pass has them, and none is made for it."""
         ...
 
     def loss(

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+from jaxtyping import Float32
 
 from rlhf.backends.cluster import Call, RayCluster, RayFuture, arrivals, iterate, wait_for
 from rlhf.backends.megatron.setup import TrainerSetup
@@ -69,6 +71,9 @@ class TrainerActor:
 
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> None:
         self.trainer.score(sequences, minibatches)
+
+    def logprobs(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...], temperature: float) -> Any:
+        return self.trainer.logprobs(sequences, minibatches, temperature)
 
     def evaluate(
         self, sequences: Sequences, plan: BatchPlan, teacher: tuple[Sequences, BatchPlan] | None, hidden: Any
@@ -207,6 +212,11 @@ class RayTrainer:
 
     def begin(self, sequences: Sequences) -> None:
         """Nothing: `score` does it all."""
+
+    def logprobs(
+        self, sequences: Sequences, minibatches: tuple[MiniBatch, ...], temperature: float
+    ) -> RayFuture[Float32[np.ndarray, " R"]]:
+        return self._all("logprobs", sequences, minibatches, temperature)
 
     def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> RayFuture[None]:
         """Nothing: the teacher is where they are needed."""

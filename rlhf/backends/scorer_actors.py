@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import ray
+from jaxtyping import Float32
 
 from rlhf.backends.actors import ENGINE_ENVIRONMENT, names
 from rlhf.backends.cluster import Call, RayCluster, RayFuture, wait_for
@@ -38,6 +40,9 @@ class ScorerActor:
 
     def score(self, sequences: Sequences, samples: list[int]) -> list[Any]:
         return [ray.put(self.scorer.score(sequences, samples))]
+
+    def logprobs(self, sequences: Sequences, samples: list[int], temperature: float) -> Any:
+        return self.scorer.logprobs(sequences, samples, temperature)
 
     def hidden_rows(self, sequences: Sequences, samples: list[int]) -> list[Any]:
         return [ray.put(self.scorer.hidden_rows(sequences, samples))]
@@ -81,6 +86,28 @@ class RayScorer:
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> RayFuture[References]:
         begun, self.begun = self.begun, []
         return self._ask("score", sequences, [minibatch.plan for minibatch in minibatches], begun)
+
+    def logprobs(
+        self, sequences: Sequences, minibatches: tuple[MiniBatch, ...], temperature: float
+    ) -> RayFuture[Float32[np.ndarray, " R"]]:
+        """Numbers, not references: the driver has a use for them."""
+        samples = [row for minibatch in minibatches for row in minibatch.plan.samples]
+        shares = [share for share in spread(sequences.lengths.tolist(), samples, len(self.replicas)) if share]
+        stored = ray.put(sequences)
+        calls = [
+            replica.call("logprobs", stored, share, temperature)
+            for replica, share in zip(self.replicas, shares, strict=False)
+        ]
+
+        def in_order(answers: list[Float32[np.ndarray, " rows"]]) -> Float32[np.ndarray, " R"]:
+            offsets = sequences.response_offsets
+            found = np.full(offsets[-1], np.nan, dtype=np.float32)
+            for share, answer in zip(shares, answers, strict=True):
+                places = np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in share])
+                found[places] = answer
+            return found
+
+        return RayFuture(calls, in_order)
 
     def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> RayFuture[References]:
         return self._ask("hidden_rows", sequences, [plan])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from rlhf.config.algo import GKD, OPSD
+from rlhf.config.algo import GKD, GRPO, OPSD
 from rlhf.config.base import not_yet, refuse_unused, require
+from rlhf.config.checks_grpo import check_grpo
 from rlhf.config.cluster import Device
 from rlhf.config.data import OnBadRow, RowsData
-from rlhf.config.distill import NoDistill
+from rlhf.config.distill import NoDistill, Sampled
 from rlhf.config.placement import Colocate, Separate
 from rlhf.config.reward import NoReward
 from rlhf.config.rollout import NoRollout
@@ -38,11 +39,22 @@ def check(run: Run) -> None:
             f"{algo} needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
         )
         require(
+            not isinstance(run.distill, Sampled),
+            f"{algo} compares distributions, and distill=sampled asks about one token of each; use distill=topk or "
+            "distill=fullvocab",
+        )
+        require(
             isinstance(run.reward, NoReward),
             f"{algo} learns from a teacher and would ignore reward.*; use reward=none",
         )
         _check_responses(run, run.algo)
         _check_written(run, run.algo)
+    if isinstance(run.algo, GRPO):
+        check_grpo(run, run.algo)
+    if isinstance(run.teacher, NoTeacher):
+        why = "with teacher=none, from which no divergence is measured"
+        refuse_unused(run.eval, "eval", ("responses", "max_response_tokens"), why, "name a teacher")
+        refuse_unused(run.data, "data", ("max_teacher_length",), "with teacher=none", "name a teacher")
     if isinstance(run.teacher, ColocatedTeacher) and run.cluster.device is Device.cpu:
         why = "with cluster.device=cpu, where device and host memory are one"
         refuse_unused(run.teacher, "teacher", ("offload",), why, "use cluster.device=cuda")
@@ -63,7 +75,7 @@ def check(run: Run) -> None:
         why = "with eval.samples=0 (no evaluation)"
         refuse_unused(run.data, "data", ("eval_path", "eval_split", "eval_function"), why, "use eval.samples=16")
     if run.run.steps is not None:
-        check_schedule(run.train, run.run.steps, f"run.steps={run.run.steps}")
+        check_schedule(run.train, run.run.steps * run.updates_per_step, said_of(run, f"run.steps={run.run.steps}"))
     uncounted = isinstance(run.data, RowsData) and run.data.streaming and run.data.on_bad_row is OnBadRow.skip
     require(
         run.run.epochs is None or not uncounted,
@@ -107,7 +119,7 @@ def _check_responses(run: Run, algo: GKD) -> None:
             not run.eval.accuracy,
             f"eval.accuracy=true needs an engine, and {no_engine} starts none; use eval.accuracy=null",
         )
-    elif run.placement.max_staleness and isinstance(run.teacher, SelfTeacher):
+    elif run.placement.max_staleness and isinstance(run.teacher, SelfTeacher) and run.teacher.changes:
         raise not_yet(
             f"placement.max_staleness={run.placement.max_staleness} with teacher=self, whose weights are trained while "
             "it is asked",
@@ -160,6 +172,11 @@ def _check_micro_batch(run: Run) -> None:
                 f"train.micro_batch_tokens={run.train.micro_batch_tokens} can't hold one {held_out}sample of {prompt}="
                 f"{prompt_tokens} + {response}={response_tokens} tokens; use at least {longest}",
             )
+
+
+def said_of(run: Run, length: str) -> str:
+    """How the person wrote the length of the run in optimizer steps."""
+    return length if run.updates_per_step == 1 else f"{length} x algo.steps_per_generation={run.updates_per_step}"
 
 
 def check_schedule(train: Train, steps: int, said: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from rlhf.config.base import not_yet, require_at_least, require_positive
+from rlhf.config.base import require_at_least, require_positive
 
 
 class Tail(Enum):
@@ -48,12 +48,10 @@ class FullVocab:
 
 @dataclass(kw_only=True)
 class Sampled:
-    """The log-probability of the sampled token only (references, KL rewards). Not available yet."""
-
-    def __post_init__(self) -> None:
-        raise not_yet("distill=sampled", "distill=topk or distill=fullvocab")
+    """The log-probability of each sampled token, at `rollout.temperature`: for `algo.kl_coef` and
+    `algo.teacher_kl_coef` of algo=grpo."""
 
 
 @dataclass(kw_only=True)
 class NoDistill:
-    """Nothing is asked of a teacher. For algo=grpo, which is not available yet."""
+    """Nothing is asked of a teacher: algo=grpo without one."""

@@ -77,8 +77,12 @@ def field_docs(spec: type) -> dict[str, str]:
 
 def enums_of(spec: type) -> dict[str, type[enum.Enum]]:
     """Field -> its choices."""
-    types = typing.get_type_hints(spec)
-    return {name: kind for name, kind in types.items() if isinstance(kind, type) and issubclass(kind, enum.Enum)}
+    found = {}
+    for name, kind in typing.get_type_hints(spec).items():
+        for one in typing.get_args(kind) or (kind,):  # `Tail`, or `Tail | None`
+            if isinstance(one, type) and issubclass(one, enum.Enum):
+                found[name] = one
+    return found
 
 
 def unavailable(spec: type) -> str | None:
@@ -188,7 +192,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def _type(field: dataclasses.Field[Any], enums: dict[str, type[enum.Enum]]) -> str:
     if field.name in enums:
-        return "choice"
+        return "choice or null" if str(field.type).endswith("| None") else "choice"
     names = {
         "list[int]": "list of int",
         "list[str]": "list of str",

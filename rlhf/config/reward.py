@@ -19,7 +19,7 @@ class FunctionReward:
     """Reward functions, called in processes of their own. Built in: `math_verify`, `reasoning_gym`, `format`, `length`,
     `code`. Your own: `def f(completions, **columns)`, which gives a number a completion. See docs/rewards.md."""
 
-    functions: list[str] = field(default_factory=list)
+    functions: list[str] = field(default_factory=lambda: ["reasoning_gym"])
     """Built-in names, names of plugins, `package.module.function` or `file.py:function`."""
     weights: list[float] | None = None
     """Of the functions, in their order; 0 only logs one. null: 1 each."""

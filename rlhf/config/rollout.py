@@ -45,7 +45,8 @@ class VllmRollout:
     """Run the engine without compilation or CUDA graphs."""
     logprob_gap_warning: float | None = None
     """Warn when the mean gap between the engine's and the trainer's log-probabilities exceeds this.
-    null: 1e-3 when both are float32, else 0.1; never with placement.max_staleness=1, where the weights differ."""
+    null: 1e-3 when both are float32, else 0.1; never with placement.max_staleness=1 or algo.steps_per_generation > 1,
+    where the weights differ."""
 
     def __post_init__(self) -> None:
         require_at_least("rollout.gpus", self.gpus, 1)
@@ -67,11 +68,16 @@ class VllmRollout:
             self.gpus % self.tensor_parallel == 0,
             f"rollout.gpus={self.gpus} must be divisible by rollout.tensor_parallel={self.tensor_parallel}",
         )
-        if self.temperature == 0 or self.top_p < 1 or self.top_k > 0:
+        if self.temperature == 0 or not self.whole_distribution:
             why = "when the sampler's distribution is cut or greedy: its log-probabilities aren't the model's"
             refuse_unused(self, "rollout", ("logprob_gap_warning",), why, "use rollout.top_p=1 rollout.top_k=0")
         if self.logprob_gap_warning is not None:
             require_positive("rollout.logprob_gap_warning", self.logprob_gap_warning)
+
+    @property
+    def whole_distribution(self) -> bool:
+        """Whether every token may be sampled: nothing is cut off and the rest raised in its place."""
+        return self.top_p == 1 and self.top_k == 0
 
 
 @dataclass(kw_only=True)

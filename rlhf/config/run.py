@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from rlhf.config.algo import GKD
+from rlhf.config.algo import GKD, GRPO
 from rlhf.config.base import refuse_unused, require, require_at_least, require_between, written
 from rlhf.config.cluster import Cluster
 from rlhf.config.data import DataCommon
 from rlhf.config.logger import Logger
 from rlhf.config.model import Model
 from rlhf.config.rollout import NoRollout, VllmRollout
-from rlhf.config.teacher import StandaloneTeacher, TeacherGeneration
+from rlhf.config.teacher import NoTeacher, StandaloneTeacher, TeacherGeneration
 from rlhf.config.train import Train
 
 MOST_STEPS = 10_000_000
@@ -42,7 +42,10 @@ class RunSection:
     overwrite: bool = False
     """Delete what an earlier run of the same name left in the folder; false refuses to start there."""
     steps: int | None = 16
-    """Optimizer steps; null where `run.epochs` says how long the run is."""
+    """Steps; null where `run.epochs` says how long the run is. A step makes responses, scores them and trains on them:
+    one optimizer step; under algo=grpo one generation, which is `algo.steps_per_generation` optimizer steps. So it is
+    for `run.save_every`, `eval.every` and the step that is logged; `train.warmup_steps` and the schedule of the
+    learning rate count optimizer steps."""
     epochs: int | None = None
     """Passes over the training rows, instead of `run.steps`: `run.steps=null run.epochs=2`. Batches cross the borders
     of epochs, and the last one is filled up with the first rows of one more: every row is seen so many times."""
@@ -81,14 +84,16 @@ class RunSection:
 
 @dataclass(kw_only=True)
 class Eval:
-    """Section `eval`: held-out full-vocabulary divergences at temperature 1, before the first and after the last."""
+    """Section `eval`: held-out full-vocabulary divergences from the teacher at temperature 1, and under algo=grpo
+    rewards of greedy responses, before the first step and after the last."""
 
     samples: int = 16
     """Held-out rows; 0 turns evaluation off."""
     every: int = 0
     """Also every so many steps; 0: only before the first and after the last."""
     keep_best: bool = True
-    """With eval.every > 0: keep the weights with the lowest held-out forward KL as checkpoints/best."""
+    """With eval.every > 0: keep the weights with the lowest held-out forward KL, with rewards those with the highest
+    held-out reward, as checkpoints/best."""
     responses: EvalResponses = EvalResponses.dataset
     """dataset | student: whose responses to the held-out prompts are scored."""
     accuracy: bool | None = None
@@ -202,4 +207,20 @@ class Run:
     @property
     def reads_reference_responses(self) -> bool:
         """Whether held-out rows need a reference response to be evaluated on."""
-        return self.eval.samples > 0 and self.eval.responses is EvalResponses.dataset
+        return self.measures_divergence and self.eval.responses is EvalResponses.dataset
+
+    @property
+    def measures_divergence(self) -> bool:
+        """Whether held-out divergences from a teacher are measured."""
+        return self.eval.samples > 0 and not isinstance(self.teacher, NoTeacher)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a step of the run."""
+        return self.algo.steps_per_generation if isinstance(self.algo, GRPO) else 1
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Rows of the data that a step takes; with `algo.dynamic_sampling` at least."""
+        responses = self.train.global_batch_samples * self.updates_per_step
+        return responses // self.algo.num_generations if isinstance(self.algo, GRPO) else responses

@@ -129,7 +129,12 @@ class SelfTeacher:
         if self.ema_decay is not None:
             require_between("teacher.ema_decay", self.ema_decay, 0.0, 1.0)
 
+    @property
+    def changes(self) -> bool:
+        """Whether it isn't the same all through the run."""
+        return self.ema_decay != 1
+
 
 @dataclass(kw_only=True)
 class NoTeacher:
-    """No teacher. For algo=grpo, which is not available yet."""
+    """No teacher: algo=grpo learns from rewards alone."""

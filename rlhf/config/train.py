@@ -53,7 +53,8 @@ class Train:
     dtype: DType = DType.float32
     """float32 | bfloat16: student and colocated teacher."""
     global_batch_samples: int = 16
-    """Samples (prompt + response) in one optimizer step, over all devices."""
+    """Samples (prompt + response) in one optimizer step, over all devices; under algo=grpo so many responses, to
+    1/`algo.num_generations` as many prompts."""
     micro_batch_tokens: int = 4096
     """Most tokens in one forward pass of one device; bounds memory, changes no result."""
     padding_free: bool = True
@@ -67,7 +68,7 @@ class Train:
     min_lr: float = 0.0
     """Where the schedule ends, one step after the last; not used by constant."""
     decay_steps: int = 0
-    """Last steps over which wsd falls; only used by wsd."""
+    """Last optimizer steps over which wsd falls; only used by wsd."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay; norms and biases are not decayed."""
     adam_beta1: float = 0.9

@@ -45,6 +45,7 @@ def _fit(value: float, spec: str, width: int) -> str:
 
 
 COLUMNS = (
+    Column("reward", 6, ".4f", ("reward/mean",)),
     Column("loss", 6, ".4f", ("train/loss",)),
     Column("div", 6, ".4f", ("train/divergence",)),
     Column("entropy", 7, ".3f", ("train/entropy",)),
@@ -56,9 +57,10 @@ COLUMNS = (
     Column("seconds", 7, ".1f", ("time/step",)),
     Column("gap", 6, ".4f", ("rollout/logprob_gap_mean",)),
 )
-"""With one space between, a row fits 80 columns."""
+"""Of an algorithm those that it has. With one space between, a row fits 80 columns."""
 
 EVAL = (
+    Column("reward", 6, ".4f", ("eval/reward",)),
     Column("forward KL", 6, ".4f", ("eval/forward_kl",)),
     Column("reverse KL", 6, ".4f", ("eval/reverse_kl",)),
     Column("accuracy", 5, ".3f", ("eval/accuracy",)),

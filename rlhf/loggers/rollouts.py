@@ -2,7 +2,7 @@
 
 `{"step": 3, "sample_id": 17, "prompt": "...", "response": "...", "prompt_tokens": [...], "response_tokens": [...],
 "logprobs": [...]}`; the log-probabilities are those of the sampler, one a response token; null where it
-is a reference response.
+is a reference response. With rewards, `"reward": 0.5`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float32
 
 from rlhf.types import Experience, Sequences, offsets_of, ragged
 
@@ -26,7 +27,7 @@ def recorded(
     writes = True
     for experience in source:
         if writes:
-            rows = rows_of(experience.step, experience.sequences, tokenizer)
+            rows = rows_of(experience.step, experience.sequences, tokenizer, experience.rewards)
             try:
                 with (run_dir / FILE).open("a", encoding="utf-8") as file:
                     file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -36,7 +37,9 @@ def recorded(
         yield experience
 
 
-def rows_of(step: int, sequences: Sequences, tokenizer: Any) -> Iterator[dict[str, Any]]:
+def rows_of(
+    step: int, sequences: Sequences, tokenizer: Any, rewards: Float32[np.ndarray, " n"] | None = None
+) -> Iterator[dict[str, Any]]:
     """One object a sample."""
     logprobs = None
     if sequences.logprobs is not None:
@@ -51,6 +54,7 @@ def rows_of(step: int, sequences: Sequences, tokenizer: Any) -> Iterator[dict[st
             "prompt_tokens": prompt.tolist(),
             "response_tokens": response.tolist(),
             "logprobs": None if logprobs is None else [round(float(value), 6) for value in logprobs[index]],
+            **({} if rewards is None else {"reward": float(rewards[index])}),
         }
 
 

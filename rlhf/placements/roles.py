@@ -18,7 +18,7 @@ from rlhf.config.cluster import Device
 from rlhf.config.distill import FullVocab
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Run
-from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher, TeacherGeneration
+from rlhf.config.teacher import ColocatedTeacher, NoTeacher, SelfTeacher, StandaloneTeacher, TeacherGeneration
 from rlhf.config.train import Train
 from rlhf.memory import GIB, longest_sample, training_bytes
 from rlhf.placements.layout import Layout, by_node
@@ -115,7 +115,7 @@ def trainer_setup(run: Run, inputs: Inputs, objective: Objective) -> TrainerSetu
         teacher=None if standalone or inputs.base_teaches else inputs.teacher,
         train=run.train,
         objective=objective,
-        steps=inputs.steps,
+        steps=inputs.steps * run.updates_per_step,
         seed=run.run.seed,
         offload_teacher=isinstance(run.teacher, ColocatedTeacher) and run.teacher.offload,
         self_teacher=run.teacher if isinstance(run.teacher, SelfTeacher) else None,
@@ -213,13 +213,15 @@ def describe_adapter(inputs: Inputs) -> str:
 
 
 def describe_teacher(
-    teacher: ColocatedTeacher | StandaloneTeacher | SelfTeacher, kind: str, is_base: bool = False
+    teacher: ColocatedTeacher | StandaloneTeacher | SelfTeacher | NoTeacher, kind: str, is_base: bool = False
 ) -> str:
     """Whose weights score, and where.
 
     Args:
         is_base: it is the checkpoint that the student has an adapter on.
     """
+    if isinstance(teacher, NoTeacher):
+        return "none"
     if isinstance(teacher, StandaloneTeacher):
         return f"{teacher.model}, {teacher.gpus} x {kind} of its own, vLLM, {teacher.engine.dtype.value}"
     if isinstance(teacher, ColocatedTeacher) and is_base:
@@ -228,6 +230,8 @@ def describe_teacher(
         whose = f"{teacher.model}{', in host memory between uses' if teacher.offload else ''}"
     elif teacher.ema_decay is None:
         whose = "the student itself"
+    elif not teacher.changes:
+        whose = "the student as it was at the start"
     else:
         whose = f"a moving average of the student (decay {teacher.ema_decay:g})"
     return f"{whose}, in the trainer's processes"

@@ -9,7 +9,7 @@ from rlhf.loggers.jsonl import read
 from rlhf.report.summary import PHASES
 
 FILE = "curves.svg"
-CURVES = ("train/loss", "train/divergence", "eval/forward_kl", "eval/reverse_kl")
+CURVES = ("train/loss", "train/divergence", "reward/mean", "eval/forward_kl", "eval/reverse_kl", "eval/reward")
 
 
 def plot_run(run_dir: Path) -> Path:
@@ -33,7 +33,7 @@ def plot_run(run_dir: Path) -> Path:
             rare = name.startswith("eval/")
             line = "--" if rare else "-"
             curves.plot(list(points), list(points.values()), line, marker="o", markersize=6 if rare else 3, label=name)
-    curves.set_ylabel("loss, divergence")
+    curves.set_ylabel("loss, divergence, reward")
     base = [0.0] * len(steps)
     for phase in PHASES:
         seconds = [metrics.get(f"time/{phase}", 0.0) for metrics in steps.values()]

@@ -28,7 +28,7 @@ FILES = {
 """What a run may have left beside it, as the summary lists it."""
 SAMPLE_LINES = 6
 """A completion is shown up to here."""
-PHASES = ("rollout", "score", "train", "sync")
+PHASES = ("rollout", "reward", "score", "train", "sync")
 """In the order of a step."""
 
 
@@ -115,7 +115,9 @@ def show(summary: RunSummary, console: rich.console.Console) -> None:
     headline = f"Run {summary.name}: {summary.steps} steps in {_duration(summary.seconds)}{pace}{resumed}"
     console.print(Text(headline, style="bold"), soft_wrap=True)
     if summary.eval_before or summary.eval_after:
-        _section(console, "Held-out divergence from the teacher", _held_out(summary))
+        measured = {**summary.eval_before, **summary.eval_after}
+        title = "Held-out divergence from the teacher" if "eval/forward_kl" in measured else "Held-out rows"
+        _section(console, title, _held_out(summary))
     if summary.sample:
         _section(console, "A held-out prompt, before and after", _sample(summary.sample, console))
     if summary.phases:
@@ -139,9 +141,10 @@ def _held_out(summary: RunSummary) -> Table:
         ratio = after / before if before and after is not None else None
         style = "" if ratio is None else "green" if ratio < 1 else "yellow"
         table.add_row(title, _number(before), _number(after), Text(_number(ratio, 3), style=style))
-    accuracies = [values.get("eval/accuracy") for values in (summary.eval_before, summary.eval_after)]
-    if any(value is not None for value in accuracies):
-        table.add_row("accuracy", *(_number(value, 3) for value in accuracies), "")
+    for key in ("reward", "accuracy"):
+        shares = [values.get(f"eval/{key}") for values in (summary.eval_before, summary.eval_after)]
+        if any(value is not None for value in shares):
+            table.add_row(key, *(_number(value, 3) for value in shares), "")
     return table
 
 

@@ -17,7 +17,7 @@ from rlhf.errors import ConfigError, RewardError, nearest, one_line
 from rlhf.rewards.functions import RESERVED, Signature, function_name
 from rlhf.rewards.pool import Failure, Task, WorkerPool
 from rlhf.rewards.worker import Call, Setup
-from rlhf.types import ROW, Rewards, Sequences
+from rlhf.types import ROW, Metrics, Rewards, Sequences
 
 SHOWN = 60
 """Characters of a prompt in a message."""
@@ -101,6 +101,7 @@ class FunctionRewarder:
         self.weights = spec.weights or [1.0] * len(self.names)
         self.pool = WorkerPool(setup_of(spec, plugins), spec.processes, spec.timeout_s)
         self._closed = False
+        self._told = 0
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="rewards", daemon=True)
         self._thread.start()
@@ -112,6 +113,11 @@ class FunctionRewarder:
         future: Future[Rewards] = Future()
         self._jobs.put((future, sequences, rows))
         return future
+
+    def metrics(self) -> Metrics:
+        """Calls of built-in functions that took too long or ended their process, and so gave 0."""
+        since, self._told = self.pool.choked - self._told, self.pool.choked
+        return {"reward/choked": float(since)}
 
     def close(self) -> None:
         """End the processes, whatever they are doing. Who waits for a result gets a RewardError. Safe to call again."""

@@ -10,17 +10,18 @@ samples the teacher hasn't scored. A call does its work, or fails, at once; the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from jaxtyping import Float32
 
 from rlhf.errors import MisalignedScores, StaleWeights
-from rlhf.roles.protocols import Engine, Scorer, Trainer
+from rlhf.roles.protocols import Engine, Rewarder, Scorer, Trainer
 from rlhf.roles.replicas import select
-from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Prompts, Rollouts, Sequences
+from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Prompts, Rewards, Rollouts, Sequences
 
 T = TypeVar("T")
 
@@ -42,9 +43,10 @@ class Event(NamedTuple):
     """One call of a role that went well."""
 
     call: str
-    """update, generate, greedy, sleep, begin, score, train, evaluate, save, save_state or load_state."""
+    """update, generate, greedy, sleep, begin, score, logprobs, reward, train, evaluate, save, save_state or
+    load_state."""
     version: int | None
-    """Of the weights the role held after the call; None for the teacher, whose weights never change."""
+    """Of the weights the role held after the call; None for the teacher and the rewarder, who have none that change."""
     what: Any
     """The call's first argument (of an update: the buckets)."""
 
@@ -56,6 +58,8 @@ class DoubleTrainer(Trainer):
     events: list[Event] = field(default_factory=list)
     scored: dict[int, int] = field(default_factory=dict)
     """Sample id -> response rows the teacher has scored; shared with the scorer, until they are trained on."""
+    needs_scores: bool = True
+    """Whether samples without scores are refused. Not where a policy loss has advantages instead."""
     data_parallel: int = 1
     version: int = 0
     metrics: Metrics = field(default_factory=lambda: {"train/loss": 1.0, "time/train": 0.25})
@@ -78,7 +82,7 @@ class DoubleTrainer(Trainer):
             trained |= set(samples)
             for sample in samples:
                 sample_id = int(sequences.sample_ids[sample])
-                if self.scored.get(sample_id) != rows[sample]:
+                if self.needs_scores and self.scored.get(sample_id) != rows[sample]:
                     held = f"{self.scored[sample_id]} rows" if sample_id in self.scored else "none"
                     raise MisalignedScores(
                         f"sample {sample_id} needs {rows[sample]} rows of teacher scores, there are {held}"
@@ -133,6 +137,8 @@ class DoubleScorer(Scorer):
     events: list[Event] = field(default_factory=list)
     scored: dict[int, int] = field(default_factory=dict)
     """See `DoubleTrainer.scored`."""
+    logprob: float = -2.0
+    """Of every token."""
 
     def score(self, sequences: Sequences, minibatches: tuple[MiniBatch, ...]) -> Done[None]:
         rows = sequences.response_lengths
@@ -148,9 +154,46 @@ class DoubleScorer(Scorer):
         """Nothing but the event."""
         self.events.append(Event("begin", None, sequences))
 
+    def logprobs(
+        self, sequences: Sequences, minibatches: tuple[MiniBatch, ...], temperature: float
+    ) -> Done[Float32[np.ndarray, " R"]]:
+        """The same for every token."""
+        samples = sorted(sample for minibatch in minibatches for sample in minibatch.plan.samples)
+        assert samples == list(range(len(sequences))), "every sample is in a plan once"
+        self.events.append(Event("logprobs", None, sequences))
+        return Done(np.full(int(sequences.response_lengths.sum()), self.logprob, dtype=np.float32))
+
     def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> Done[None]:
         """The trainer needs none."""
         return Done(None)
+
+
+def even_share(response: np.ndarray, row: Mapping[str, Any]) -> float:
+    """The share of even tokens."""
+    return float(np.mean(response % 2 == 0))
+
+
+@dataclass
+class DoubleRewarder(Rewarder):
+    """Any function of a response's tokens and its row."""
+
+    events: list[Event] = field(default_factory=list)
+    function: Callable[[np.ndarray, Mapping[str, Any]], float] = even_share
+
+    def score(self, sequences: Sequences, rows: Sequence[Mapping[str, Any]]) -> Done[Rewards]:
+        """One reward function, called `double`."""
+        responses = [tokens[length:] for tokens, length in zip(sequences.rows(), sequences.prompt_lengths, strict=True)]
+        given = [self.function(response, row) for response, row in zip(responses, rows, strict=True)]
+        total = np.array(given, dtype=np.float32)
+        self.events.append(Event("reward", None, sequences))
+        return Done(Rewards(total, {"double": total}))
+
+    def metrics(self) -> Metrics:
+        """Nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
 @dataclass

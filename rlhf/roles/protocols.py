@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+from jaxtyping import Float32
+
 from rlhf.types import BatchPlan, Experience, Metrics, MiniBatch, Prompts, Rewards, Rollouts, Sequences
 
 T_co = TypeVar("T_co", covariant=True)
@@ -88,6 +91,13 @@ class Scorer(Protocol):
         """Score these already; `score` will be asked about them, and others, once all are known."""
         ...
 
+    def logprobs(
+        self, sequences: Sequences, minibatches: tuple[MiniBatch, ...], temperature: float
+    ) -> Future[Float32[np.ndarray, " R"]]:
+        """The log-probability of every response token at a temperature (distill=sampled): numbers, for the caller.
+        Arguments are those of `score`."""
+        ...
+
     def hidden_rows(self, sequences: Sequences, plan: BatchPlan) -> Future[Any]:
         """The teacher's whole distributions, for `Trainer.evaluate`; None if the trainer has the teacher itself."""
         ...
@@ -124,4 +134,12 @@ class Rewarder(Protocol):
         Raises:
             RewardError: a function failed or gave no number; the message names the function and the row.
         """
+        ...
+
+    def metrics(self) -> Metrics:
+        """What there is to say about the calls since the last time it was asked."""
+        ...
+
+    def close(self) -> None:
+        """End what runs. Who waits for a result gets a RewardError."""
         ...

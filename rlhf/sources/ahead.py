@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from rlhf.sources.groups import GroupSource
 from rlhf.sources.live import LiveSource
 from rlhf.sources.steps import Batch
 from rlhf.types import Experience, Metrics
@@ -69,25 +70,23 @@ class AheadSource(LiveSource):
         measured: Metrics = {}
         timed = partial(self.timed, measured)
         version = self.prepare(self.done + 1, timed)
-        batch = self.draw(self.done + 1)
-        made = self.make(batch, version, timed)
+        made = self.make(self.draw(self.done + 1), version, timed)
         for step in range(self.done + 1, self.steps):
             following = self.draw(step + 1)
             ahead = self.background.start(partial(self._make_ahead, following, version))
-            yield self.handed_over(batch, made, measured)
+            yield self.handed_over(*made, measured)
             measured = {}
             with self.timed(measured, "wait"):
                 made = ahead.result()
-            batch = following
             version = self.prepare(step + 1, partial(self.timed, measured))
-        yield self.handed_over(batch, made, measured)
+        yield self.handed_over(*made, measured)
         if self.evaluator.due(self.steps):
             self.prepare(self.steps + 1, partial(self.timed, {}))
 
-    def _make_ahead(self, batch: Batch, version: int) -> Experience:
+    def _make_ahead(self, batch: Batch, version: int) -> tuple[Batch, Experience]:
         timeline: Metrics = {}
-        made = self.make(batch, version, partial(self._in_background, timeline))
-        return replace(made, metrics={**timeline, **made.metrics})
+        batch, made = self.make(batch, version, partial(self._in_background, timeline))
+        return batch, replace(made, metrics={**timeline, **made.metrics})
 
     def handed_over(self, batch: Batch, made: Experience, measured: Metrics) -> Experience:
         start = {"timeline/train_start": time.perf_counter() - self._began}
@@ -98,4 +97,11 @@ class AheadSource(LiveSource):
         start = time.perf_counter() - self._began
         yield
         end = time.perf_counter() - self._began
-        timeline |= {f"ahead/{name}": end - start, f"timeline/{name}_start": start, f"timeline/{name}_end": end}
+        before = timeline.get(f"ahead/{name}", 0.0)  # a phase may come several times
+        timeline.setdefault(f"timeline/{name}_start", start)
+        timeline |= {f"ahead/{name}": before + end - start, f"timeline/{name}_end": end}
+
+
+@dataclass(kw_only=True)
+class AheadGroupSource(AheadSource, GroupSource):
+    """Groups of responses, one step ahead: the order of `AheadSource`, the responses and rewards of `GroupSource`."""

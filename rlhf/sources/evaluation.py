@@ -1,4 +1,4 @@
-"""Held-out evaluation: divergence from the teacher, and one sample completion to look at."""
+"""Held-out evaluation: divergence from the teacher, rewards, and one sample completion to look at."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf.batching import plan_batch, plan_on_ranks
 from rlhf.config.run import Eval, EvalResponses
 from rlhf.config.train import Train
 from rlhf.data.table import PromptTable
-from rlhf.roles.protocols import Engine, Scorer, Trainer
+from rlhf.roles.protocols import Engine, Rewarder, Scorer, Trainer
 from rlhf.sources.privileged import privileged_sequences
 from rlhf.sources.requests import prompts_of, reference_sequences
 from rlhf.types import Metrics, Sequences
@@ -31,7 +31,8 @@ class Evaluator:
     train: Train
     held_out: PromptTable
     trainer: Trainer
-    scorer: Scorer
+    scorer: Scorer | None
+    """None without a teacher: no divergences are measured."""
     engine: Engine | None
     """None: no sample completions, and reference responses only."""
     seed: int
@@ -40,6 +41,8 @@ class Evaluator:
     """Called with the step and its metrics."""
     solves: Callable[[np.ndarray, int], bool] | None = None
     """Whether a completion, as token ids, solves the exercise of a held-out row; None: nobody can tell."""
+    rewarder: Rewarder | None = None
+    """Rewards greedy completions of the held-out rows: eval/reward, and eval/reward/NAME of each function."""
     results: dict[int, Metrics] = field(default_factory=dict)
     samples: dict[int, np.ndarray] = field(default_factory=dict)
     """Step -> token ids of the greedy completion of the first held-out prompt."""
@@ -55,7 +58,14 @@ class Evaluator:
         if not self.due(step):
             return
         started = time.perf_counter()
-        accuracy = {} if self.engine is None else self._complete(self.engine, step, version)
+        found = {} if self.engine is None else self._complete(self.engine, step, version)
+        if self.scorer is not None:
+            found = {**self._divergences(self.scorer, version), **found}
+        self.results[step] = found
+        self.report(step, {**found, "time/eval": time.perf_counter() - started})
+
+    def _divergences(self, scorer: Scorer, version: int) -> Metrics:
+        """From the teacher, over the whole vocabulary."""
         sequences = self._sequences(version)
         plan = plan_batch(
             sequences.lengths,
@@ -68,23 +78,28 @@ class Evaluator:
         teacher = None
         if privileged is not None:
             teacher = (privileged, plan_on_ranks(plan, privileged.lengths, self.train.micro_batch_tokens))
-        hidden = self.scorer.hidden_rows(*(teacher or (sequences, plan))).result()
-        self.results[step] = {**self.trainer.evaluate(sequences, plan, teacher, hidden).result(), **accuracy}
-        self.report(step, {**self.results[step], "time/eval": time.perf_counter() - started})
+        hidden = scorer.hidden_rows(*(teacher or (sequences, plan))).result()
+        return self.trainer.evaluate(sequences, plan, teacher, hidden).result()
 
     def _complete(self, engine: Engine, step: int, version: int) -> Metrics:
-        """Greedy completions: of the first row, to look at; of all rows, where it can be told which are right."""
-        rows = range(1 if self.solves is None else len(self.held_out))
+        """Greedy completions: of the first row, to look at; of all rows, where it can be told how good they are."""
+        told = self.solves is not None or self.rewarder is not None
+        rows = range(len(self.held_out) if told else 1)
         prompts = prompts_of(self.held_out, rows, seed=self.seed, step=0)
         sequences = engine.generate(prompts, version, greedy=True).result().sequences
         completions = [
             tokens[length:] for tokens, length in zip(sequences.rows(), sequences.prompt_lengths, strict=True)
         ]
         self.samples[step] = completions[0]
-        if self.solves is None:
-            return {}
-        solved = [self.solves(completion, row) for row, completion in zip(rows, completions, strict=True)]
-        return {"eval/accuracy": float(np.mean(solved))}
+        found: Metrics = {}
+        if self.rewarder is not None:
+            rewards = self.rewarder.score(sequences, self.held_out.columns).result()
+            found["eval/reward"] = float(np.mean(rewards.total))
+            found |= {f"eval/reward/{name}": float(np.mean(values)) for name, values in rewards.parts.items()}
+        if self.solves is not None:
+            solved = [self.solves(completion, row) for row, completion in zip(rows, completions, strict=True)]
+            found["eval/accuracy"] = float(np.mean(solved))
+        return found
 
     def _sequences(self, version: int) -> Sequences:
         if self.spec.responses is EvalResponses.dataset:

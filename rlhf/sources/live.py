@@ -41,7 +41,7 @@ class LiveSource(StepSource):
         with timed("rollout"):
             rows = range(len(draw.table))
             prompts = prompts_of(draw.table, rows, seed=self.seed, step=batch.step, numbers=draw.numbers)
-            if self.scorer.begins:
+            if self.scorer is not None and self.scorer.begins:
                 rollouts, head_start = self._scored_as_they_finish(prompts, draw.table, version)
             else:
                 rollouts, head_start = self.engine.generate(prompts, version).result(), {}
@@ -50,6 +50,7 @@ class LiveSource(StepSource):
 
     def _scored_as_they_finish(self, prompts: Prompts, table: PromptTable, version: int) -> tuple[Rollouts, Metrics]:
         """The rollouts, which the teacher has begun to score, and for how long it has."""
+        assert self.scorer is not None
         parts, began = [], math.inf
         row_of = {int(sample_id): row for row, sample_id in enumerate(prompts.sample_ids)}
         for part in self.engine.stream(prompts, version):

@@ -26,6 +26,7 @@ def prompts_of(
     seed: int,
     step: int,
     numbers: Sequence[int] | np.ndarray | None = None,
+    occurrences: dict[int, int] | None = None,
     of_teacher: bool = False,
 ) -> Prompts:
     """One request a row. Rows may repeat; each occurrence gets a seed of its own.
@@ -33,13 +34,14 @@ def prompts_of(
     Args:
         rows: of the table.
         numbers: what the sampler's seeds know the rows by; None: by their place in the table.
+        occurrences: number -> requests that the step has made of it already; counted up here.
         of_teacher: a row's prompt for the teacher alone, where it has one.
     """
     prompts = [table.prompt(int(row)) for row in rows]
     if of_teacher:
         owns = [table.teacher_prompt(int(row)) for row in rows]
         prompts = [prompt if own is None else own for prompt, own in zip(prompts, owns, strict=True)]
-    occurrence: dict[int, int] = {}
+    occurrence = {} if occurrences is None else occurrences
     seeds = []
     for row in map(int, rows if numbers is None else numbers):
         sample = occurrence.get(row, 0)

@@ -18,7 +18,7 @@ from rlhf.data.cursor import Cursor, Draw
 from rlhf.roles.protocols import Scorer, Trainer
 from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.privileged import as_the_teacher_reads, privileged_share
-from rlhf.types import Experience, Metrics, MiniBatch, Rollouts, Sequences
+from rlhf.types import Experience, Metrics, MiniBatch, Rollouts
 
 Timed = Callable[[str], AbstractContextManager[None]]
 """Measures a phase, by its name."""
@@ -41,13 +41,16 @@ class StepSource(ABC):
     """Yields one Experience a step."""
 
     trainer: Trainer
-    scorer: Scorer
+    scorer: Scorer | None
+    """None without a teacher."""
     evaluator: Evaluator
     cursor: Cursor
-    make_minibatches: Callable[[Sequences], tuple[MiniBatch, ...]]
+    make_minibatches: Callable[[Rollouts], tuple[MiniBatch, ...]]
+    """Responses -> optimizer steps, their plans and weights."""
     micro_batch_tokens: int
     """Most tokens in one forward pass, of the teacher as well."""
     batch_samples: int
+    """Rows that a step takes."""
     steps: int
     seed: int
     phase: Callable[[str], None]
@@ -70,8 +73,7 @@ class StepSource(ABC):
             measured: Metrics = {}
             timed = partial(self.timed, measured)
             version = self.prepare(step, timed)
-            batch = self.draw(step)
-            yield self.handed_over(batch, self.make(batch, version, timed), measured)
+            yield self.handed_over(*self.make(self.draw(step), version, timed), measured)
         if self.evaluator.due(self.steps):
             self.prepare(self.steps + 1, partial(self.timed, {}))
 
@@ -87,15 +89,16 @@ class StepSource(ABC):
         draw = self.cursor.take(self.batch_samples)
         return Batch(step, draw, self.cursor.metrics(), self.cursor.state_dict())
 
-    def make(self, batch: Batch, version: int, timed: Timed) -> Experience:
-        """Responses and scores."""
+    def make(self, batch: Batch, version: int, timed: Timed) -> tuple[Batch, Experience]:
+        """Responses and scores -> the batch, with what was drawn beyond it, and what is trained on."""
+        assert self.scorer is not None, "checked when the configuration was composed"
         rollouts, described = self.responses(batch, version, timed)
         sequences = rollouts.sequences
-        minibatches = self.make_minibatches(sequences)
+        minibatches = self.make_minibatches(rollouts)
         with timed("score"):
             asked = as_the_teacher_reads(sequences, minibatches, batch.draw.table, self.micro_batch_tokens)
             scores = self.scorer.score(*asked).result()
-        return Experience(
+        return batch, Experience(
             step=batch.step,
             version=rollouts.version,
             sequences=sequences,
@@ -121,7 +124,7 @@ class StepSource(ABC):
         self.phase(name)
         started = time.perf_counter()
         yield
-        seconds[f"time/{name}"] = time.perf_counter() - started
+        seconds[f"time/{name}"] = seconds.get(f"time/{name}", 0.0) + time.perf_counter() - started
 
 
 def describe(rollouts: Rollouts) -> Metrics:

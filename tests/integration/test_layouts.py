@@ -15,14 +15,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from rlhf.algos.grpo import GRPOObjective, by_token, plan_minibatches
 from rlhf.backends.megatron.adapters import Adapter
 from rlhf.backends.megatron.device import megatron_device
 from rlhf.backends.megatron.model import architecture_of
 from rlhf.backends.megatron.trainer import MegatronTrainer
+from rlhf.config.algo import GRPO, Ratio
 from rlhf.config.teacher import SelfTeacher
 from rlhf.config.train import DType, Train
+from rlhf.data.table import PromptTable
 from rlhf.sources.privileged import as_the_teacher_reads
-from rlhf.types import Metrics
+from rlhf.types import Experience, Metrics, Rollouts, Sequences
 from tests.integration.megatron import (
     adapter_of,
     end_groups,
@@ -68,6 +71,16 @@ class Case:
     adapter: Adapter | None = None
     """Begins at `random_factors`."""
     base_teacher: bool = False
+    policy: GRPOObjective | None = None
+    """Two optimizer steps a generation, with advantages and a teacher's log-probabilities."""
+
+
+def policy(**fields: Any) -> GRPOObjective:
+    return GRPOObjective(temperature=0.7, clip_low=0.2, clip_high=0.3, comparable=True, **fields)
+
+
+OF_SAMPLER = policy(recompute_old=False, kl_coef=0.3)
+OF_TRAINER = policy(recompute_old=True, ratio=Ratio.sequence, importance_cap=2.0, teacher_kl_coef=0.5)
 
 
 CASES = {
@@ -91,6 +104,12 @@ CASES = {
     "tp2-sp-lora-base": Case("qwen3", TP2_SP, None, adapter=adapter_of(), base_teacher=True),
     "tp2-sp-lora-average": Case("qwen3", TP2_SP, None, 64, True, SelfTeacher(ema_decay=0.5), adapter_of()),
     "dp2-distributed-lora": Case("qwen3", DP2 | dict(distributed_optimizer=True), 8, adapter=adapter_of()),
+    "tp2-padded-policy": Case("llama-tied", TP2 | PADDED, 8, policy=OF_SAMPLER),
+    "tp2-sp-policy-of-trainer": Case("qwen3", TP2_SP, 8, 64, True, policy=OF_TRAINER),
+    "dp2-policy": Case("qwen3", DP2, 8, 40, self_teacher=SelfTeacher(ema_decay=1), policy=OF_SAMPLER),
+    "dp2-distributed-policy-of-trainer": Case(
+        "llama-tied", DP2 | dict(distributed_optimizer=True), 8, policy=OF_TRAINER
+    ),
 }
 
 
@@ -112,6 +131,24 @@ class Outcome:
     """Of each data-parallel rank."""
 
 
+def generation_of(
+    trainer: MegatronTrainer, sequences: Sequences, table: PromptTable, train: Train, step: int
+) -> Experience:
+    """What the source of groups makes: plans, weights, advantages and the teacher's log-probabilities."""
+    rollouts = Rollouts(2 * (step - 1), sequences, np.arange(len(sequences)) % 5 != 3)  # one response is masked
+    algo = GRPO(num_generations=1, steps_per_generation=2, mask_truncated=True)
+    minibatches = plan_minibatches(rollouts, algo, train, train.data_parallel, 32)
+    teacher = trainer.logprobs(*as_the_teacher_reads(sequences, minibatches, table, train.micro_batch_tokens), 0.7)
+    advantages = np.random.default_rng(step).normal(size=len(sequences)).astype(np.float32)
+    of_tokens = by_token(advantages, sequences)
+    return Experience(
+        step=step,
+        version=rollouts.version,
+        sequences=sequences,
+        minibatches=tuple(replace(one, advantages=of_tokens, teacher_logprobs=teacher) for one in minibatches),
+    )
+
+
 def train_case(case: Case, folder: Path, rank: int = 0, store: Any = None) -> Outcome:
     """Three optimizer steps and an evaluation."""
     train = Train(lr=3e-3, weight_decay=0.1, micro_batch_tokens=case.micro_batch_tokens, **case.layout)
@@ -124,6 +161,8 @@ def train_case(case: Case, folder: Path, rank: int = 0, store: Any = None) -> Ou
         adapter=case.adapter,
         base_teacher=case.base_teacher,
     )
+    if case.policy is not None:
+        setup = replace(setup, objective=case.policy)
     end_groups()  # of a test before
     trainer = MegatronTrainer(setup, rank, store)
     if case.adapter is not None:
@@ -142,8 +181,11 @@ def train_case(case: Case, folder: Path, rank: int = 0, store: Any = None) -> Ou
         )
         table = table_of(sequences, privileged_prompts(len(LENGTHS)) if case.privileged else [None] * len(LENGTHS))
         asked = as_the_teacher_reads(sequences, experience.minibatches, table, train.micro_batch_tokens)
-        trainer.score(*asked)
-        steps.append(trainer.train(experience))
+        if case.policy is None:
+            trainer.score(*asked)
+            steps.append(trainer.train(experience))
+        else:
+            steps.append(trainer.train(generation_of(trainer, sequences, table, train, step)))
     plan = experience.minibatches[0].plan
     evaluation = trainer.evaluate(sequences, plan, (asked[0], asked[1][0].plan))
     tensors = [*trainer.student.tensors(), *trainer.student.adapter_tensors()]
@@ -245,6 +287,14 @@ def test_two_processes_equal_one(name: str, folder: Path, outcomes: list[dict[st
         assert_equal(outcomes[rank][name], expected, before_training(case, folder))
 
 
+@pytest.mark.parametrize("policy", [OF_SAMPLER, OF_TRAINER], ids=["sampler", "trainer"])
+def test_micro_batches_change_nothing(policy: GRPOObjective, folder: Path) -> None:
+    case = Case("qwen3", {}, 8, 4096, policy=policy)
+    whole, parts = train_case(case, folder), train_case(replace(case, micro_batch_tokens=40), folder)
+    assert len(parts.micro_batches) == 1 and parts.micro_batches[0] > whole.micro_batches[0]
+    assert_equal(parts, whole, load_file(folder / "qwen3" / "model.safetensors"))
+
+
 @pytest.mark.parametrize("name", IN_BFLOAT16)
 def test_bfloat16_stays_close(name: str, folder: Path, outcomes: list[dict[str, Outcome]]) -> None:
     """As far as rounding of sums in another order allows."""
@@ -257,8 +307,9 @@ def test_bfloat16_stays_close(name: str, folder: Path, outcomes: list[dict[str, 
 
 def test_the_cases_are_what_they_should_be(outcomes: list[dict[str, Outcome]]) -> None:
     """Training moved the models, and data-parallel ranks had different numbers of micro-batches somewhere."""
-    for outcome in (outcomes[0][name] for name in CASES | IN_BFLOAT16):
-        assert outcome.steps[0]["train/loss"] > 0.001
+    for name, outcome in ((name, outcomes[0][name]) for name in CASES | IN_BFLOAT16):
+        assert abs(outcome.steps[0]["train/loss"]) > 0.001
+        assert ("policy/ratio_mean" in outcome.steps[0]) == ("policy" in name)
         assert outcome.steps[0]["train/grad_norm"] > 0.01
         assert len({step["train/loss"] for step in outcome.steps}) == STEPS
     assert outcomes[0]["dp2-padded-full"].micro_batches == outcomes[0]["dp2-distributed-padded-topk"].micro_batches

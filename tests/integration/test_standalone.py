@@ -93,6 +93,26 @@ def test_top_k_of_transformers(scorer: RayScorer, sequences: Sequences, pair: tu
         torch.testing.assert_close(scores.log_normaliser, (expected / 0.7).logsumexp(-1), rtol=1e-4, atol=1e-4)
 
 
+def test_sampled_log_probabilities_of_transformers(
+    scorer: RayScorer, sequences: Sequences, pair: tuple[Path, Path], megatron_groups: None
+) -> None:
+    """At the sampler's temperature, in the order of the batch, in any plan, of both kinds of teacher."""
+    teacher = AutoModelForCausalLM.from_pretrained(pair[1], dtype=torch.float32).eval()
+    expected = []
+    for tokens, prompt_length in zip(sequences.rows(), sequences.prompt_lengths, strict=True):
+        ids = torch.from_numpy(tokens).long()
+        with torch.no_grad():
+            every = (teacher(ids[None]).logits[0] / 0.7).log_softmax(-1)
+        expected += every[prompt_length - 1 : -1].gather(1, ids[prompt_length:, None])[:, 0].tolist()
+    for ranks in (1, 2):
+        minibatches = experience_of(sequences, data_parallel=ranks, micro_batch_tokens=40).minibatches
+        found = scorer.logprobs(sequences, minibatches, 0.7).result()
+        assert found.dtype == np.float32 and found.tolist() == pytest.approx(expected, abs=1e-4)
+    minibatches = experience_of(sequences, micro_batch_tokens=40).minibatches
+    colocated = trainer_of(pair, standalone=False, full=False).logprobs(sequences, minibatches, 0.7)
+    assert colocated.dtype == np.float32 and colocated.tolist() == pytest.approx(expected, abs=1e-4)
+
+
 def changed(sequences: Sequences, at: int) -> Sequences:
     tokens = sequences.tokens.copy()
     tokens[at] = (tokens[at] + 1) % 500

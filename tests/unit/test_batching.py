@@ -10,6 +10,7 @@ from rlhf.batching import (
     describe_plans,
     pack,
     plan_batch,
+    plan_on_ranks,
     response_rows,
     round_up,
     steps_of,
@@ -106,6 +107,16 @@ def test_the_longest_go_first_each_to_the_emptiest_rank() -> None:
     # 9 | 5 4, then 3: as many tokens on both, the first has fewer samples, then 1
     assert plan.ranks == ((MicroBatchPlan((0, 1), 12),), (MicroBatchPlan((2, 3, 4), 10),))
     assert (plan.padding_free, plan.pad_multiple) == (True, 1)
+
+
+def test_a_plan_for_some_of_the_samples() -> None:
+    """As if there were no others: the longest sample here doesn't fit, and isn't asked for."""
+    plan = plan_batch([90, 3, 9, 4, 5, 1], data_parallel=2, micro_batch_tokens=20, rows=[1, 2, 3, 4, 5])
+    whole = plan_batch([3, 9, 4, 5, 1], data_parallel=2, micro_batch_tokens=20)
+    moved = [[tuple(row + 1 for row in micro.rows) for micro in rank] for rank in whole.ranks]
+    assert [[micro.rows for micro in rank] for rank in plan.ranks] == moved
+    teacher = plan_on_ranks(plan, [90, 6, 9, 4, 5, 1], micro_batch_tokens=20)
+    assert sorted(teacher.samples) == [1, 2, 3, 4, 5]
 
 
 def test_ranks_of_as_many_tokens_take_the_next_sample_in_turn() -> None:

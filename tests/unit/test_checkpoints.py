@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf import training_state
-from rlhf.checkpoint import Checkpoints, put
+from rlhf.checkpoint import Better, Checkpoints, put
 from rlhf.errors import CheckpointError
 from rlhf.export import writing
 from rlhf.roles.doubles import Done, DoubleTrainer
@@ -302,3 +302,11 @@ def test_other_folders_are_no_checkpoints(tmp_path: Path) -> None:
     for name in ("final", "best", ".step_9.unfinished-1"):
         (tmp_path / "checkpoints" / name).mkdir()
     assert newest(tmp_path) == tmp_path / "checkpoints" / "step_1"
+
+
+def test_with_rewards_the_best_one_has_the_highest(tmp_path: Path) -> None:
+    checkpoints = checkpoints_in(tmp_path, keep_best=True, better=Better("eval/reward", highest=True))
+    best = tmp_path / "checkpoints" / "best" / "best.json"
+    for step, value in [(0, 9.0), (1, 0.25), (2, 0.5), (3, 0.5), (4, float("nan")), (5, 0.0)]:
+        checkpoints.after_evaluation(step, {"eval/reward": value, "eval/forward_kl": -value})
+    assert json.loads(best.read_text()) == {"step": 2, "eval/reward": 0.5}

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf import launch
 from rlhf.backends.keep import KEEPER
+from rlhf.config.algo import GRPO
 from rlhf.config.arguments import check_arguments
 from rlhf.config.cluster import Device
 from rlhf.config.compose import to_run
@@ -46,8 +47,8 @@ REQUIRED = {
 
 NOT_YET = "is not available yet; what works today:"
 REFUSED = {
-    "algo=grpo": f"algo=grpo {NOT_YET} algo=gkd or algo=opsd",
-    "distill=sampled": f"distill=sampled {NOT_YET} distill=topk or distill=fullvocab",
+    "distill=sampled": "algo=gkd compares distributions, and distill=sampled asks about one token of each; use "
+    "distill=topk or distill=fullvocab",
     "distill=none": "algo=gkd needs teacher scores, got distill=none; use distill=topk or distill=fullvocab",
     "teacher=none": "algo=gkd needs a teacher, got teacher=none; use teacher=colocated or teacher=standalone",
     "reward=functions": "algo=gkd learns from a teacher and would ignore reward.*; use reward=none",
@@ -312,7 +313,6 @@ CONTRADICTIONS = {
     "use rollout.temperature=1, or leave rollout.top_p=1.0",
     "rollout.temperature=0 rollout.top_k=5": "rollout.top_k=5 has no effect with rollout.temperature=0 (greedy); "
     "use rollout.temperature=1, or leave rollout.top_k=0",
-    "algo=grpo teacher=colocated": REFUSED["algo=grpo"],
     "train.micro_batch_tokens=300": "train.micro_batch_tokens=300 can't hold one sample of data.max_length=256 + "
     "rollout.max_new_tokens=128 tokens; use at least 384",
     "train.micro_batch_tokens=400 eval.max_response_tokens=200": "train.micro_batch_tokens=400 can't hold one held-out "
@@ -503,6 +503,8 @@ def test_grpo_brings_its_partners() -> None:
     config = composed("algo=grpo")
     assert config.teacher._target_ == target_of(GROUPS["teacher"]["none"])
     assert config.distill._target_ == target_of(GROUPS["distill"]["none"])
+    assert config.reward._target_ == target_of(GROUPS["reward"]["functions"])
+    assert isinstance(run_of("algo=grpo").algo, GRPO), "it runs as it is"
     assert composed("algo=grpo", "teacher=colocated").teacher._target_ == target_of(GROUPS["teacher"]["colocated"])
 
 
@@ -523,8 +525,8 @@ def test_run_checks_itself_on_construction() -> None:
 MISTAKES = {
     # options and groups
     "algo=foo": "algo=foo doesn't exist; options: gkd, grpo, opsd",
-    "teacher=colocate": "teacher=colocate doesn't exist; did you mean colocated?; options: colocated, none, self, "
-    "standalone",
+    "teacher=colocate": "teacher=colocate doesn't exist; did you mean colocated?; options: colocated, none, "
+    "reference, self, standalone",
     "algo=": "algo= doesn't exist; options: gkd, grpo, opsd",
     "algos=gkd": "unknown key algos; did you mean algo?",
     "algo@x=gkd": "unknown group algo@x; did you mean algo?",
@@ -574,7 +576,8 @@ MISTAKES = {
     "tokenizer)",
     "model=hf data=hub": "missing values: write data.name=openai/gsm8k, model.path=FOLDER (the student's Hugging Face "
     "checkpoint)",
-    "model=hf data=file algo=grpo": REFUSED["algo=grpo"],
+    "model=hf data=file algo=grpo": "missing values: write data.path=rows.jsonl, model.path=FOLDER (the student's "
+    "Hugging Face checkpoint)",
     # overrides that can't be read
     "algo.beta==3": "can't read 'algo.beta==3'",
     "algo.beta": "can't read 'algo.beta'",
@@ -787,7 +790,7 @@ def test_help_lists_every_option(tmp_path: Path) -> None:
     for group, options in GROUPS.items():
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"  {group} ")]
         assert line.split(maxsplit=1)[1].replace(" (not yet)", "").split(", ") == list(options)
-    assert "grpo (not yet)" in done.stdout and "gkd (not yet)" not in done.stdout
+    assert "gkd (not yet)" not in done.stdout and "grpo (not yet)" not in done.stdout
     assert "docs/configuration.md" in done.stdout and "${" not in done.stdout.split("== Keys")[0]
 
 

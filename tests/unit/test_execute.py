@@ -18,19 +18,21 @@ import yaml
 
 import rlhf.placements.colocate
 import rlhf.placements.separate
+import rlhf.rewards.build
+from rlhf.algos.grpo import GRPOObjective
 from rlhf.backends.megatron.architecture import Architecture
 from rlhf.checkpoint import Checkpoints
 from rlhf.config.algo import GKD, GRPO
 from rlhf.config.cluster import Cluster
 from rlhf.config.data import FileData, OnBadRow
-from rlhf.config.distill import FullVocab, Tail, TopK
+from rlhf.config.distill import FullVocab, NoDistill, Tail, TopK
 from rlhf.config.logger import Logger
 from rlhf.config.model import Model
 from rlhf.config.placement import Colocate, Separate
-from rlhf.config.reward import NoReward
+from rlhf.config.reward import FunctionReward, NoReward
 from rlhf.config.rollout import NoRollout, VllmRollout
 from rlhf.config.run import Eval, Run, RunSection
-from rlhf.config.teacher import ColocatedTeacher
+from rlhf.config.teacher import ColocatedTeacher, NoTeacher
 from rlhf.config.train import DType, Train
 from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import BadRow
@@ -40,7 +42,7 @@ from rlhf.errors import ConfigError, RoleDied
 from rlhf.execute import build_objective, largest_gap, objective_of, report_data, saved_text, train, verifier_of
 from rlhf.loggers.base import MetricLog, build
 from rlhf.preflight import Inputs
-from rlhf.roles.doubles import Done, DoubleEngine, DoubleScorer, DoubleTrainer, doubles
+from rlhf.roles.doubles import Done, DoubleEngine, DoubleRewarder, DoubleScorer, DoubleTrainer, doubles
 from rlhf.run_folder import RunFolder, check
 from rlhf.sources.ahead import Background
 from rlhf.stopping import Stopped
@@ -275,6 +277,51 @@ def test_a_whole_run(tmp_path: Path, roles: Roles) -> None:
     assert steps == [0, 1, 2, 2, 3, 3], "training, saving, evaluation"
 
 
+@pytest.mark.parametrize("placement", [Colocate(), Separate(max_staleness=1)], ids=["colocate", "ahead"])
+def test_a_whole_run_on_rewards(placement: Any, tmp_path: Path, roles: Roles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best checkpoint, the summary and what a sweep is told go by the held-out reward."""
+    roles.trainer.needs_scores = False
+    rewarder = DoubleRewarder(roles.trainer.events)
+    monkeypatch.setattr(rlhf.rewards.build, "rewarder_of", lambda run, inputs: rewarder)
+    folder = tmp_path / "test"
+    found = train_in(
+        folder,
+        inputs_of(steps=3),
+        run=RunSection(name="test", dir=str(folder), steps=3, save_every=2),
+        eval=Eval(samples=2, every=1),
+        logger=Logger(console=False, tensorboard=False, rollouts=True),
+        algo=GRPO(num_generations=2, steps_per_generation=2),
+        reward=FunctionReward(),
+        teacher=NoTeacher(),
+        distill=NoDistill(),
+        placement=placement,
+    )
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rewards = {step["step"]: step["eval/reward"] for step in steps if "eval/reward" in step}
+    assert sorted(rewards) == [0, 1, 2, 3] and found == rewards[3]
+    best = json.loads((folder / "checkpoints" / "best" / "best.json").read_text())
+    assert best == {"step": max((1, 2, 3), key=rewards.__getitem__), "eval/reward": max(rewards[s] for s in (1, 2, 3))}
+    assert "eval/forward_kl" not in json.loads((folder / "summary.json").read_text())["eval_after"]
+    assert (folder / "checkpoints" / "final" / "version.txt").read_text() == "6", "two optimizer steps a step"
+    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 * 8 and all(0 <= row["reward"] <= 1 for row in rows)
+    trained = [step["reward/mean"] for step in steps if "reward/mean" in step]
+    assert trained == pytest.approx([np.mean([row["reward"] for row in rows if row["step"] == s]) for s in (1, 2, 3)])
+
+
+def test_the_objective_of_grpo(tmp_path: Path) -> None:
+    sections = dict(reward=FunctionReward(), teacher=NoTeacher(), distill=NoDistill())
+    algo, train = GRPO(num_generations=2, clip_high=0.4, steps_per_generation=3), Train(global_batch_samples=4)
+    run = run_of(tmp_path, algo=algo, train=train, rollout=VllmRollout(temperature=0.7), **sections)
+    objective = build_objective(run)
+    assert objective == GRPOObjective(
+        temperature=0.7, recompute_old=False, comparable=True, clip_low=0.2, clip_high=0.4
+    )
+    assert largest_gap(run) == math.inf, "the trainer takes steps that the sampler hasn't seen"
+    cut = build_objective(run_of(tmp_path, algo=algo, train=train, rollout=VllmRollout(top_p=0.9), **sections))
+    assert cut == replace(objective, temperature=1.0, recompute_old=True, comparable=False)
+
+
 def test_rollouts_ahead_reach_the_log(tmp_path: Path, roles: Roles) -> None:
     folder = tmp_path / "test"
     settings = RunSection(name="test", dir=str(folder), steps=3)
@@ -288,8 +335,8 @@ def test_what_a_sweep_compares_runs_by(tmp_path: Path) -> None:
     measured = {"eval/forward_kl": 0.5, "eval/accuracy": 0.25, "reward/mean": 0.75}
     assert objective_of(run_of(tmp_path), measured) == 0.5
     assert objective_of(run_of(tmp_path), {"eval/accuracy": 0.25}) is None
-    by_reward: Any = SimpleNamespace(algo=GRPO.__new__(GRPO))
-    assert objective_of(by_reward, measured) == 0.25
+    by_reward: Any = SimpleNamespace(reward=FunctionReward())
+    assert objective_of(by_reward, measured | {"eval/reward": 0.125}) == 0.125
     assert objective_of(by_reward, {"reward/mean": 0.75, "reward/std": 1.0}) == 0.75
 
 

@@ -173,9 +173,11 @@ def test_frozen_head_and_no_grad():
     fused.full_divergence(free, teacher, WEIGHTS, 0.5, 1.0)[0].backward()
     assert frozen.weight.grad is None
     torch.testing.assert_close(frozen.hidden.grad, free.hidden.grad)
+    free.weight.main_grad = torch.zeros_like(free.weight)
     with torch.no_grad():
         total, rows = fused.full_divergence(free, teacher, WEIGHTS, 0.5, 1.0)
     torch.testing.assert_close(total, (WEIGHTS * rows.loss).sum())
+    assert not total.requires_grad and not free.weight.main_grad.any()
 
 
 def test_kls_of_the_evaluation():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import pytest
@@ -71,7 +70,7 @@ class Bench:
             engine=self.engine,
             evaluator=self.evaluator,
             cursor=TableCursor(table_of(10), self.seed, self.shuffle),
-            make_minibatches=partial(make_minibatches, train=self.train, data_parallel=1),
+            make_minibatches=lambda rollouts: make_minibatches(rollouts.sequences, self.train, 1),
             rollout=self.rollout,
             micro_batch_tokens=self.train.micro_batch_tokens,
             batch_samples=self.batch_samples,
@@ -124,8 +123,8 @@ def test_the_version_counts_optimizer_steps_not_generations() -> None:
     bench = Bench(steps=2)
     source = bench.source()
 
-    def two_halves(sequences: Sequences) -> tuple[MiniBatch, ...]:
-        weights = np.ones(int(sequences.response_lengths.sum()), dtype=np.float32)
+    def two_halves(rollouts: Rollouts) -> tuple[MiniBatch, ...]:
+        weights = np.ones(int(rollouts.sequences.response_lengths.sum()), dtype=np.float32)
         halves = [(0, 1), (2, 3)]
         return tuple(MiniBatch(BatchPlan(((MicroBatchPlan(half, 99),),), True, 1), weights) for half in halves)
 

@@ -63,6 +63,24 @@ def test_the_best_comes_first_and_only_what_differs_is_shown(tmp_path: Path) -> 
     ]
 
 
+def test_with_rewards_the_highest_comes_first(tmp_path: Path) -> None:
+    jobs = [Job(number, [f"algo.kl_coef={number}"], tmp_path / str(number)) for number in range(3)]
+    for job, reward in zip(jobs, (0.25, 0.75, 0.5), strict=True):
+        job.folder.mkdir()
+        summary = {"eval_after": {"eval/reward": reward, "eval/forward_kl": reward}, "steps": 4, "seconds": 1.0}
+        (job.folder / "summary.json").write_text(json.dumps(summary))
+        job.ended()
+    out = io.StringIO()
+    show(jobs, tmp_path / "summary.csv", rich.console.Console(file=out, width=80))
+    _, *lines = out.getvalue().strip().splitlines()
+    assert [line.split()[:4] for line in lines] == [
+        ["job", "algo.kl_coef", "reward", "forward_kl"],
+        ["1", "1", "0.75", "0.75"],
+        ["2", "2", "0.5", "0.5"],
+        ["0", "0", "0.25", "0.25"],
+    ]
+
+
 def test_failures_are_named(tmp_path: Path) -> None:
     jobs = jobs_in(tmp_path)
     assert failures(jobs) == "1 of 4 jobs failed: job 2 (algo.beta=9 +recipes=demo run.steps=4)"

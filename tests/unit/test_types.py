@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf import batching, types
-from rlhf.types import BatchPlan, MicroBatchPlan, Prompts, Sequences, offsets_of
+from rlhf.types import BatchPlan, MicroBatchPlan, Prompts, Rollouts, Sequences, offsets_of
 
 
 def sequences() -> Sequences:
@@ -74,3 +74,14 @@ def test_sequences_are_joined_from_prompts_and_responses() -> None:
     assert sequences.offsets.tolist() == [0, 4, 6] and sequences.prompt_lengths.tolist() == [2, 1]
     assert sequences.logprobs is not None and sequences.logprobs.tolist() == [-1, -2, -3]
     assert sequences.sample_ids is ids and Sequences.join(ids, prompts, responses).logprobs is None
+
+
+def test_samples_are_selected_with_what_belongs_to_them() -> None:
+    whole = dataclasses.replace(sequences(), logprobs=np.array([-1, -2, -3], dtype=np.float32))
+    chosen = Rollouts(7, whole, np.array([True, False, True])).select([1, 0])
+    assert chosen.version == 7 and chosen.finished.tolist() == [False, True]
+    assert chosen.sequences.sample_ids.tolist() == [21, 20]
+    assert [row.tolist() for row in chosen.sequences.rows()] == [[7, 4], [5, 6, 8, 9]]
+    assert chosen.sequences.prompt_lengths.tolist() == [1, 2]
+    assert chosen.sequences.logprobs is not None and chosen.sequences.logprobs.tolist() == [-3, -1, -2]
+    assert sequences().select([2]).logprobs is None

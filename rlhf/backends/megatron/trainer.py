@@ -12,18 +12,21 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Float32
 from torch import Tensor
 
 from rlhf.algos.objective import RowBatch, Totals
 from rlhf.backends.channel import Pushed, WeightChannel
 from rlhf.backends.megatron import optimizer, training_state, weights
 from rlhf.backends.megatron.device import megatron_device
+from rlhf.backends.megatron.logprobs import over_data_parallel, own_logprobs
 from rlhf.backends.megatron.model import architecture_of, forward, load_head, load_model, select_rows
 from rlhf.backends.megatron.partition import Partition
 from rlhf.backends.megatron.setup import TrainerSetup
@@ -139,6 +142,7 @@ class MegatronTrainer:
         """Ask the teacher about every response token; the answers stay here until `train` uses them."""
         assert self.teacher is not None
         distill = self.setup.objective.distill
+        assert distill is not None, "a teacher is asked for what the loss uses"
         with self.teacher.at_work() as teacher:
             for minibatch in minibatches:
                 for micro in self._micro_batches(sequences, minibatch.plan):
@@ -146,6 +150,23 @@ class MegatronTrainer:
                     self._scores |= by_sample(scores, micro)
         if distill.needs_teacher_head:
             self._heads |= dict.fromkeys(sequences.sample_ids.tolist(), self.teacher.lasting_head())
+
+    @on_device
+    @torch.no_grad()
+    def logprobs(
+        self, sequences: Sequences, minibatches: tuple[MiniBatch, ...], temperature: float
+    ) -> Float32[np.ndarray, " R"]:
+        """The teacher's log-probability of every response token (distill=sampled), on every rank."""
+        assert self.teacher is not None
+        micros = [micro for one in minibatches for micro in self._micro_batches(sequences, one.plan)]
+        with self.teacher.at_work() as teacher:
+            own = own_logprobs(
+                micros,
+                int(sequences.response_lengths.sum()),
+                lambda micro: teacher.head(teacher.hidden_rows(micro)),
+                temperature,
+            )
+        return over_data_parallel(own)
 
     def _joined_scores(self, micro: MicroBatch, held: Mapping[int, Any]) -> Any:
         """The scores of a micro-batch's rows, in its order."""
@@ -189,8 +210,9 @@ class MegatronTrainer:
         }
         self._scores |= self._unpacked([part.only(own) for part in scores], experience.sequences)
         self._take_back()
+        minibatches = self._with_old_logprobs(experience)
         self.ddp.train()
-        for minibatch in experience.minibatches:
+        for minibatch in minibatches:
             totals += self._over_data_parallel(self.accumulate_gradients(experience.sequences, minibatch))
             grad_norm, lr = self._step()
             grad_norms.append(grad_norm)
@@ -206,6 +228,23 @@ class MegatronTrainer:
             "train/weight_version": float(self.version),
             "time/train": time.perf_counter() - started,
         }
+
+    @torch.no_grad()
+    def _with_old_logprobs(self, experience: Experience) -> tuple[MiniBatch, ...]:
+        """The optimizer steps, with the student's log-probabilities before the first of them where the loss needs them.
+        A rank needs those of its own rows only."""
+        temperature, minibatches = self.setup.objective.old_logprobs_at, experience.minibatches
+        if temperature is None or len(minibatches) == 1:
+            return minibatches
+        sequences = experience.sequences
+        self.ddp.eval()
+        old = own_logprobs(
+            [micro for one in minibatches for micro in self._micro_batches(sequences, one.plan)],
+            int(sequences.response_lengths.sum()),
+            lambda micro: self.student.head(select_rows(forward(self.ddp, micro), micro)),
+            temperature,
+        )
+        return tuple(replace(one, old_logprobs=old) for one in minibatches)
 
     @on_device
     def accumulate_gradients(self, sequences: Sequences, minibatch: MiniBatch) -> Totals:
@@ -247,10 +286,15 @@ class MegatronTrainer:
                 targets=torch.from_numpy(micro.targets).to(rows.device),
                 behaviour_logprobs=of_rows(sequences.logprobs, rows.device),
                 target_weights=of_rows(minibatch.target_weights, host),
+                advantages=of_rows(minibatch.advantages, rows.device),
+                teacher_logprobs=of_rows(minibatch.teacher_logprobs, rows.device),
+                old_logprobs=of_rows(minibatch.old_logprobs, rows.device),
+                row_counts=micro.row_counts,
             )
+            asked = self.setup.objective.distill is not None
             loss, totals = self.setup.objective.loss(
                 self.student.head(rows),
-                self._joined_scores(micro, self._scores),
+                self._joined_scores(micro, self._scores) if asked else None,
                 batch,
                 self._heads.get(micro.sample_ids[0], self._lone_head),
             )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Float32
 from safetensors import safe_open
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from rlhf.batching import response_rows
 from rlhf.distill.fullvocab import HiddenScores
 from rlhf.errors import MisalignedScores
 from rlhf.losses.heads import VocabHead
+from rlhf.losses.policy import sampled_logprobs
 from rlhf.shards import read_shards
 from rlhf.types import Sequences
 
@@ -63,9 +65,23 @@ class VllmScorer:
         hidden, counts, targets = self._response_rows(sequences, samples)
         scores: object = HiddenScores(hidden)
         if self.head is not None:
-            head = VocabHead(hidden.to(self.head.device), self.head, vocab_size=self.setup.vocab)
-            scores = self.setup.distill.score(head)
+            assert self.setup.distill is not None
+            scores = self.setup.distill.score(self._head_on(hidden, self.head))
         return PackedScores.pack(scores, sequences.sample_ids[list(samples)].tolist(), counts, targets)
+
+    @torch.no_grad()
+    def logprobs(
+        self, sequences: Sequences, samples: Sequence[int], temperature: float
+    ) -> Float32[np.ndarray, " rows"]:
+        """The log-probability of every response token, sample after sample (distill=sampled)."""
+        assert self.head is not None
+        hidden, _, targets = self._response_rows(sequences, samples)
+        head = self._head_on(hidden, self.head)
+        ids = torch.from_numpy(targets.astype(np.int64)).to(head.hidden.device)
+        return sampled_logprobs(head, ids, temperature).cpu().numpy()
+
+    def _head_on(self, hidden: Tensor, head: Tensor) -> VocabHead:
+        return VocabHead(hidden.to(head.device), head, vocab_size=self.setup.vocab)
 
     def hidden_rows(self, sequences: Sequences, samples: Sequence[int]) -> PackedScores:
         """The final hidden rows, whatever `distill` keeps."""

@@ -38,8 +38,8 @@ class ScorerSetup:
     engine: TeacherEngine
     max_model_len: int
     """Longest prompt + response in tokens."""
-    distill: Distill[Any]
-    """What is kept of the teacher at each row."""
+    distill: Distill[Any] | None
+    """What is kept of the teacher at each row; None: nothing but log-probabilities of the sampled tokens."""
     head: str | None
     """The tensor of the checkpoint that is its LM head; None if hidden rows are kept, to which others put it."""
     vocab: int

@@ -116,7 +116,8 @@ def weighted_loss(head: VocabHead, weights: Weights, row_loss: RowLoss) -> tuple
     Under tensor parallelism each rank passes its part of the head and the same hidden rows, whose gradients are summed.
     """
     hidden = head.shard.spread(head.hidden)
-    total, losses = _WeightedLoss.apply(hidden, head.weight, head.bias, head, weights, row_loss)
+    wanted = torch.is_grad_enabled()  # inside, it never is
+    total, losses = _WeightedLoss.apply(hidden, head.weight, head.bias, head, weights, row_loss, wanted)
     return total, losses
 
 
@@ -130,8 +131,9 @@ class _WeightedLoss(torch.autograd.Function):
         head: VocabHead,
         weights: Weights,
         row_loss: RowLoss,
+        wanted: bool,
     ) -> tuple[Tensor, Tensor]:
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wants_hidden, wants_weight, wants_bias = (needed and wanted for needed in ctx.needs_input_grad[:3])
         wants_any = wants_hidden or wants_weight or wants_bias
         head = converted(replace(head, hidden=hidden.detach()))
         dtype, columns = head.weight.dtype, head.weight.shape[0]
@@ -177,6 +179,7 @@ class _WeightedLoss(torch.autograd.Function):
             None if d_hidden is None else d_hidden.mul_(d_total.to(d_hidden.dtype)),
             None if d_weight is None else d_weight.mul_(d_total).to(ctx.weight_dtype),
             None if d_bias is None else d_bias.mul_(d_total).to(ctx.bias_dtype),
+            None,
             None,
             None,
             None,
