@@ -223,6 +223,13 @@ def test_rows_of_gsm8k(name: str, gsm8k: Path, tmp_path: Path) -> None:
         assert [pattern.fullmatch(text) is not None for text in said] == [True, True, True, False, False, False]
 
 
+def test_a_part_of_gsm8k(gsm8k: Path) -> None:
+    """What stands for `#2000` behind the name of a dataset."""
+    run = run_of("data=gsm8k", f"data.name={gsm8k}", 'data.split="train[:2]"')
+    (train, _) = open_sources(run.data, 0, 4)
+    assert train is not None and len(list(train)) == 2
+
+
 # ---- the pages -------------------------------------------------------------------------------------------------------
 
 KEY = re.compile(rf"(?:{'|'.join((*GROUPS, *SECTIONS))})\.[a-z0-9_.]+(?:=\S+)?")
@@ -300,8 +307,9 @@ global_batch_size generation_batch_size num_iterations async_generate sync_ref_m
 delta importance_sampling_level overlong_filter log_entropy top_entropy_quantile off_policy_sequence_mask_delta
 advantage_estimator scale_rewards kl_in_reward reward_weights dynamic_sample max_resample_times soft_max_length
 soft_cache_length reward_model rollout_importance_sampling_mode log_rollout_offpolicy_metrics router_replay_mode
-multi_turn_scheduler max_turns use_gym_env gym_env truncation_strategy save_steps save_safetensors no_save_optim finetune
-mcore_model mcore_adapter report_to wandb_exp_name logging_steps log_completions train.gpus rollout.gpus teacher.gpus
+multi_turn_scheduler max_turns use_gym_env gym_env truncation_strategy save_steps save_safetensors no_save_optim
+finetune mcore_model mcore_adapter report_to wandb_exp_name logging_steps log_completions
+train.gpus rollout.gpus teacher.gpus
 """
 
 
