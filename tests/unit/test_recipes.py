@@ -21,6 +21,7 @@ from rlhf.config.compose import to_run
 from rlhf.config.data import HubData
 from rlhf.config.placement import Separate
 from rlhf.config.registry import GROUPS, PROJECT_ROOT, SECTIONS, register
+from rlhf.config.reward import FunctionReward
 from rlhf.config.run import Run
 from rlhf.config.teacher import ColocatedTeacher, StandaloneTeacher
 from rlhf.config.train import DType
@@ -84,8 +85,10 @@ def test_a_twin_is_its_recipe_in_small(name: str) -> None:
     large, small = run_of(f"+recipes={name}"), run_of(f"+recipes=cpu/{name}")
     for group in ("algo", "distill", "teacher", "placement", "rollout", "reward"):
         assert type(getattr(small, group)) is type(getattr(large, group)), group
-    for group in ("distill", "placement", "reward"):
+    for group in ("distill", "placement"):
         assert getattr(small, group) == getattr(large, group), group
+    if isinstance(large.reward, FunctionReward):
+        assert small.reward.functions == [*large.reward.functions, "length"], "dense, so that something is learned"
     sizes = {"num_generations", "steps_per_generation"}
     for field in dataclasses.fields(large.algo):
         if field.name not in sizes:
