@@ -52,13 +52,15 @@ class DataCommon:
     system_prompt: str | None = None
     """Put before every conversation that has no system message of its own."""
     chat_template_args: dict[str, Any] = field(default_factory=dict)
-    """Variables for the tokenizer's chat template, e.g. `data.chat_template_args.enable_thinking=false` for Qwen3."""
+    """Variables for the tokenizer's chat template, e.g. `data.chat_template_args.enable_thinking=false` for Qwen3. null
+    takes one out again that a recipe puts in."""
 
     def __post_init__(self) -> None:
         require_at_least("data.max_length", self.max_length, 1)
         if self.max_teacher_length is not None:
             require_at_least("data.max_teacher_length", self.max_teacher_length, 1)
         require_at_least("data.max_response_length", self.max_response_length, 1)
+        self.chat_template_args = {name: value for name, value in self.chat_template_args.items() if value is not None}
         if self.preprocessor is not None:
             require_text("data.preprocessor", self.preprocessor, "opsd_reference_solution")
 

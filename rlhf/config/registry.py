@@ -37,6 +37,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "reasoning_gym": data.ReasoningGymData,
         "file": data.FileData,
         "hub": data.HubData,
+        "gsm8k": data.HubData,
         "plugin": data.PluginData,
     },
     "reward": {"none": reward.NoReward, "functions": reward.FunctionReward},

@@ -536,7 +536,7 @@ MISTAKES = {
     "~algo": "algo must be an option of its group; choose one of algo=gkd, algo=grpo, algo=opsd",
     "algo._target_=os.system": "algo must be an option of its group; choose one of algo=gkd, algo=grpo, algo=opsd",
     "recipes=demo": "recipes has no default; write +recipes=demo",
-    "+recipes=dem": "recipes=dem doesn't exist; did you mean demo?; options: demo, opsd",
+    "+recipes=dem": f"recipes=dem doesn't exist; did you mean demo?; options: {', '.join(RECIPES)}",
     # unknown keys
     "algo.bta=1": "unknown key algo.bta; did you mean algo.beta?",
     "beta=1": "unknown key beta; did you mean algo.beta?",
