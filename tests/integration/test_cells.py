@@ -22,14 +22,17 @@ RUN_CELLS = """
 import json, sys
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from rlhf.backends.keep import end_kept_ray, keep_ray
 from rlhf.config.compose import to_run
 from rlhf.config.registry import PROJECT_ROOT, register
 from rlhf.execute import execute
 register()
+keep_ray()
 with initialize_config_dir(str(PROJECT_ROOT / "conf"), version_base="1.3"):
     for overrides in json.loads(sys.argv[1]):
         config = compose("config", overrides)
         execute(to_run(config), OmegaConf.to_container(config, resolve=True))
+end_kept_ray()
 """
 
 
@@ -80,6 +83,8 @@ def run_jobs(jobs: list[list[str]], folder: Path, timeout: float) -> None:
 
 def run_cells(cells: list[Cell], folder: Path, timeout: float) -> None:
     world = world_of(folder)
+    # Those with the most devices first: the others have room in the Ray that these start.
+    cells = sorted(cells, key=lambda cell: (cell.placement != "separate", cell.teacher != "standalone"))
     run_jobs([overrides_of(cell, world, folder / "-".join(cell)) for cell in cells], folder, timeout)
     for cell in cells:
         check(cell, folder / "-".join(cell))
