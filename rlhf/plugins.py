@@ -1,4 +1,5 @@
-"""Plugins: your own preprocessors, reward functions and data sets under names of their own. `plugins=[FILE, ...]`.
+"""Plugins: your own preprocessors, reward functions, data sets and environments under names of their own.
+`plugins=[FILE, ...]`.
 
     from rlhf.plugins import register_dataset, register_preprocessor, register_reward
 
@@ -27,6 +28,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "preprocessor": ("opsd_reference_solution",),
     "reward": ("math_verify", "reasoning_gym", "format", "length", "code"),
     "dataset": (),
+    "environment": (),
 }
 """Kind -> names that are taken."""
 
@@ -61,6 +63,11 @@ def register_reward(name: str) -> Callable[[Function], Function]:
 def register_dataset(name: str) -> Callable[[Function], Function]:
     """`data=plugin data.function=NAME`: `f(**options)` that returns or yields rows (dicts), the same ones each time."""
     return _registering("dataset", name)
+
+
+def register_environment(name: str) -> Callable[[Function], Function]:
+    """`environment.name=NAME`: a class with `reset` and `step`, see `rlhf.environments.base`."""
+    return _registering("environment", name)
 
 
 def load_plugins(entries: Sequence[str]) -> None:
