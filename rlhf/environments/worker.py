@@ -116,7 +116,7 @@ def load_environment(name: str, options: dict[str, Any]) -> tuple[Callable[..., 
     Raises:
         ConfigError: it doesn't exist, can't be imported, lacks a method, or doesn't take the options.
     """
-    found = plugins.find("environment", name) or imported(
+    found: Any = plugins.find("environment", name) or imported(
         name, "environment.name", plugins.names("environment"), "class"
     )
     key = f"environment.name={name}"
@@ -130,7 +130,8 @@ def load_environment(name: str, options: dict[str, Any]) -> tuple[Callable[..., 
         inspect.signature(found).bind(**options)
     except TypeError as error:
         raise ConfigError(f"environment.options={options} don't fit {key}: {one_line(error)}") from error
-    parameters = list(inspect.signature(found.reset).parameters.values())[1:]
+    reset: Any = found.reset  # type: ignore[attr-defined]
+    parameters = list(inspect.signature(reset).parameters.values())[1:]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if unnamed := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]:
         raise ConfigError(f"{key}: reset takes {unnamed[0]} by position; all arguments are given by their names")

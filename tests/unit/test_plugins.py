@@ -44,7 +44,12 @@ def plugin(folder: Path, body: str, name: str = "mine") -> str:
 
 
 def test_the_names_that_are_taken_are_those_that_exist() -> None:
-    assert {"preprocessor": tuple(BUILT_IN), "reward": tuple(FACTORIES), "dataset": ()} == plugins.BUILT_IN
+    assert {
+        "preprocessor": tuple(BUILT_IN),
+        "reward": tuple(FACTORIES),
+        "dataset": (),
+        "environment": (),
+    } == plugins.BUILT_IN
 
 
 # ---- the examples of docs/plugins.md ---------------------------------------------------------------------------------
