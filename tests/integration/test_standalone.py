@@ -107,6 +107,11 @@ def test_sampled_log_probabilities_of_transformers(
         minibatches = experience_of(sequences, data_parallel=ranks, micro_batch_tokens=40).minibatches
         found = scorer.logprobs(sequences, minibatches, 0.7).result()
         assert found.dtype == np.float32 and found.tolist() == pytest.approx(expected, abs=1e-4)
+    conversations = replace(sequences, written=np.arange(len(expected)) % 5 < 2)  # observations in every sample
+    minibatches = experience_of(conversations, micro_batch_tokens=40).minibatches
+    found = scorer.logprobs(conversations, minibatches, 0.7).result()
+    own = [value for index, value in enumerate(expected) if index % 5 < 2]
+    assert found.tolist() == pytest.approx(own, abs=1e-4)
     minibatches = experience_of(sequences, micro_batch_tokens=40).minibatches
     colocated = trainer_of(pair, standalone=False, full=False).logprobs(sequences, minibatches, 0.7)
     assert colocated.dtype == np.float32 and colocated.tolist() == pytest.approx(expected, abs=1e-4)
