@@ -106,7 +106,7 @@ def test_conversations_on_the_real_stack(folder: Path) -> None:
         assert values["environment/observation_tokens_mean"] > 10
     assert {"eval/reward", "eval/reward/environment", "eval/forward_kl"} <= set(metrics[0]) & set(metrics[2])
     rows = [json.loads(line) for line in (folder / "talks" / "rollouts.jsonl").read_text().splitlines()]
-    assert len(rows) == 16 and {len(row["turns"]) for row in rows} == {1, 3}
+    assert len(rows) == 16 and 3 in {len(row["turns"]) for row in rows} <= {1, 3}
     for row in rows:
         model, between = row["turns"][::2], row["turns"][1::2]
         assert len(row["logprobs"]) == sum(row["turn_tokens"][::2]) <= 2 * 16
