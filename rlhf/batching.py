@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float32, Int32, Int64
+from jaxtyping import Bool, Float32, Int32, Int64
 
 from rlhf.errors import ConfigError
 from rlhf.types import BatchPlan, Metrics, MicroBatchPlan, Sequences, offsets_of
@@ -20,13 +20,22 @@ def round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def response_rows(length: int, prompt_length: int) -> Int64[np.ndarray, " r"]:
+def response_rows(
+    length: int, prompt_length: int, written: Bool[np.ndarray, " c"] | None = None
+) -> Int64[np.ndarray, " r"]:
     """Positions whose hidden state predicts a response token: row t scores token t + 1.
 
     The only place that knows this shift; student, teacher and log-prob comparisons all go through it.
+
+    Example: 7 tokens, 3 of them the prompt, then one of the model, two of an observation and one of the model:
+    `response_rows(7, 3, [True, False, False, True])` is `[2, 5]`.
+
+    Args:
+        written: which of the tokens after the prompt the model wrote; None: all.
     """
     assert prompt_length >= 1, "the first response token is predicted by the prompt's last row"
-    return np.arange(prompt_length - 1, length - 1, dtype=np.int64)
+    rows = np.arange(prompt_length - 1, length - 1, dtype=np.int64)
+    return rows if written is None else rows[written]
 
 
 # ---- planning -------------------------------------------------------------------------------------------------------
@@ -61,7 +70,7 @@ def plan_batch(
     """Spread samples over data-parallel ranks and micro-batches so that every rank has about the same tokens.
 
     Args:
-        lengths: tokens of each sample (prompt + response).
+        lengths: tokens of each sample (prompt + response, and observations).
         data_parallel: ranks that share the batch.
         micro_batch_tokens: most tokens, padding included, in one forward pass.
         padding_free: pack a micro-batch into one sequence; otherwise rows are padded to the longest.
@@ -184,7 +193,7 @@ class MicroBatch:
 
 def pack(sequences: Sequences, micro: MicroBatchPlan, *, padding_free: bool, pad_multiple: int = 1) -> MicroBatch:
     """Lay the samples of one micro-batch out for a forward pass. The one place that pads and picks response rows."""
-    all_lengths, response_offsets = sequences.lengths, sequences.response_offsets
+    all_lengths, response_offsets, masks = sequences.lengths, sequences.response_offsets, sequences.masks()
     lengths = [int(all_lengths[row]) for row in micro.rows]
     padded = [round_up(length, pad_multiple) for length in lengths]
     if not padding_free:
@@ -196,7 +205,7 @@ def pack(sequences: Sequences, micro: MicroBatchPlan, *, padding_free: bool, pad
     for row, length, start in zip(micro.rows, lengths, starts[:-1], strict=True):
         sample = sequences.tokens[sequences.offsets[row] : sequences.offsets[row + 1]]
         tokens[start : start + length] = sample
-        scoring = response_rows(length, int(sequences.prompt_lengths[row]))
+        scoring = response_rows(length, int(sequences.prompt_lengths[row]), masks[row])
         rows.append(start + scoring)
         targets.append(sample[scoring + 1].astype(np.int64))
         response_index.append(np.arange(response_offsets[row], response_offsets[row + 1]))

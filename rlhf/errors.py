@@ -52,6 +52,10 @@ class RewardError(RlhfError):
     """A reward function that failed, took too long, or gave something that is no number."""
 
 
+class EnvironmentFailed(RlhfError):
+    """An environment that failed, took too long, or gave something that is no turn."""
+
+
 class TrainingDiverged(RlhfError):
     """A gradient that isn't finite."""
 

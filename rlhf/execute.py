@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from rlhf.algos.build import build_objective, minibatches_of
 from rlhf.backends.megatron.adapters import parameters
 from rlhf.checkpoint import BEST, Better, Checkpoints
+from rlhf.config.environment import MultiTurn
 from rlhf.config.placement import Separate
 from rlhf.config.reward import NoReward
 from rlhf.config.run import Run
@@ -45,9 +47,10 @@ from rlhf.resume import (
     still_as_found,
 )
 from rlhf.rewards.verify import solves
-from rlhf.roles.protocols import Rewarder
+from rlhf.roles.protocols import Environments, Rewarder
 from rlhf.run_folder import RunFolder, check, keep_traceback
 from rlhf.sources.build import source_of
+from rlhf.sources.conversations import Conversations
 from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.steps import StepSource
 from rlhf.stopping import Stopped, unstoppable
@@ -116,10 +119,13 @@ def train(
     folder = claimed.path
     bad_rows = BadRowList(folder / BAD_ROWS, log, len(inputs.dataset.bad_rows))
     rewarder = build_rewarder(run, inputs)
+    conversations = build_conversations(run, inputs)
+    users: list[Rewarder | Environments] = [] if rewarder is None else [rewarder]
+    users += [] if conversations is None else [conversations.environments]
     try:
         roles = start_roles(run, inputs, folder, log, sweep)
     except BaseException:
-        end_rewards(rewarder)
+        end_users_code(users)
         raise
     checkpoints = Checkpoints(
         roles.trainer,
@@ -137,7 +143,7 @@ def train(
             log.log(step, metrics)
             checkpoints.after_evaluation(step, metrics)
 
-        source = build_source(run, inputs, roles, log, bad_rows, report_evaluation, rewarder)
+        source = build_source(run, inputs, roles, log, bad_rows, report_evaluation, rewarder, conversations)
         progress = Progress(mark_of(inputs.dataset), plain(config), source, bad_rows, log, started)
         if resume is not None:
             progress.restore(resume.state, resume.checkpoint)
@@ -150,13 +156,13 @@ def train(
         log.phase("save")
         final = checkpoints.finish(inputs.steps)
     except KeyboardInterrupt:
-        shut_down(roles, checkpoints, rewarder)
+        shut_down(roles, checkpoints, users)
         raise Stopped(f"interrupted; {saved_text(checkpoints)}") from None
     except RlhfError as error:
-        shut_down(roles, checkpoints, rewarder)
+        shut_down(roles, checkpoints, users)
         raise type(error)(f"{error}; {saved_text(checkpoints)}; {keep_traceback(error, folder)}") from error
     finally:
-        shut_down(roles, checkpoints, rewarder)
+        shut_down(roles, checkpoints, users)
     evaluator = source.evaluator
     best = checkpoints.best()
     summary = report.RunSummary(
@@ -187,13 +193,13 @@ def objective_of(run: Run, measured: Metrics) -> float | None:
     The held-out forward KL (lower is better). With rewards the held-out reward, or without evaluation the last step's
     mean reward (higher is better).
     """
-    names = (judged_by(run).key,) if isinstance(run.reward, NoReward) else (judged_by(run).key, "reward/mean")
+    names = (judged_by(run).key, "reward/mean") if run.rewarded else (judged_by(run).key,)
     return next((measured[name] for name in names if name in measured), None)
 
 
 def judged_by(run: Run) -> Better:
     """The held-out metric that says how good a run is."""
-    return Better() if isinstance(run.reward, NoReward) else Better("eval/reward", highest=True)
+    return Better("eval/reward", highest=True) if run.rewarded else Better()
 
 
 def build_rewarder(run: Run, inputs: Inputs) -> Rewarder | None:
@@ -205,16 +211,31 @@ def build_rewarder(run: Run, inputs: Inputs) -> Rewarder | None:
     return rewarder_of(run, inputs)
 
 
-def end_rewards(rewarder: Rewarder | None) -> None:
-    """End the processes of the reward functions."""
-    if rewarder is not None:
+def build_conversations(run: Run, inputs: Inputs) -> Conversations | None:
+    """What the student talks with; None where a sample is one response."""
+    if not isinstance(run.environment, MultiTurn):
+        return None
+    from rlhf.environments.pool import EnvironmentPool
+
+    return Conversations(
+        EnvironmentPool(run.environment, run.plugins),
+        inputs.markup,
+        decode=partial(inputs.tokenizer.decode, skip_special_tokens=True),
+        max_turns=run.environment.max_turns,
+        reward_weight=run.environment.reward_weight,
+    )
+
+
+def end_users_code(users: Sequence[Rewarder | Environments]) -> None:
+    """End the processes of reward functions and environments."""
+    for one in users:
         with unstoppable():
-            rewarder.close()
+            one.close()
 
 
-def shut_down(roles: Roles, checkpoints: Checkpoints, rewarder: Rewarder | None) -> None:
+def shut_down(roles: Roles, checkpoints: Checkpoints, users: Sequence[Rewarder | Environments]) -> None:
     """Give the devices back, and remove what a process that is gone now was still writing."""
-    end_rewards(rewarder)  # first: work ahead may be waiting for it
+    end_users_code(users)  # first: work ahead may be waiting for it
     with unstoppable():
         roles.close()
         checkpoints.remove_unfinished()
@@ -260,6 +281,7 @@ def build_source(
     bad_rows: BadRowList,
     report_evaluation: Callable[[int, Metrics], None],
     rewarder: Rewarder | None = None,
+    conversations: Conversations | None = None,
 ) -> StepSource:
     """Where experiences come from, with the evaluation between them."""
     scorer = None if isinstance(run.teacher, NoTeacher) else roles.scorer
@@ -275,6 +297,7 @@ def build_source(
         report=report_evaluation,
         solves=verifier_of(run, inputs),
         rewarder=rewarder,
+        conversations=conversations,
     )
     return source_of(
         run,
@@ -282,6 +305,7 @@ def build_source(
         roles.background,
         roles.writer,
         rewarder,
+        conversations,
         trainer=roles.trainer,
         scorer=scorer,
         evaluator=evaluator,

@@ -27,7 +27,7 @@ def check_memory(run: Run, architecture: Architecture) -> None:
     """
     engine = run.engine
     if engine is not None:
-        longest = run.data.max_length + engine.max_new_tokens
+        longest = run.data.max_length + run.longest_continuation
         check_cache("rollout.kv_cache_gb", engine.kv_cache_gb, longest, architecture, engine.dtype)
     if run.cluster.device is not Device.cpu or run.cluster.address is not None:
         return  # other memory, or another machine's

@@ -1,4 +1,5 @@
-"""Plugins: your own preprocessors, rewards, data sets and losses under names of their own. `plugins=[FILE, ...]`.
+"""Plugins: your own preprocessors, rewards, data sets, losses and environments under names of their own.
+`plugins=[FILE, ...]`.
 
     from rlhf.plugins import register_dataset, register_preprocessor, register_reward
 
@@ -28,6 +29,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "reward": ("math_verify", "reasoning_gym", "format", "length", "code"),
     "dataset": (),
     "loss": (),
+    "environment": (),
 }
 """Kind -> names that are taken."""
 
@@ -68,6 +70,11 @@ def register_loss(name: str) -> Callable[[Function], Function]:
     """`distill.loss=NAME`: `f(student_logprobs, teacher_logprobs)`, tensors [rows, outcomes], that gives each outcome's
     share of the row's loss, [rows, outcomes] as well."""
     return _registering("loss", name)
+
+
+def register_environment(name: str) -> Callable[[Function], Function]:
+    """`environment.name=NAME`: a class with `reset` and `step`, see `rlhf.environments.base`."""
+    return _registering("environment", name)
 
 
 def load_plugins(entries: Sequence[str]) -> None:

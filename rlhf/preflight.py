@@ -17,13 +17,16 @@ from rlhf.config.algo import GRPO
 from rlhf.config.checks import check_schedule, said_of
 from rlhf.config.cluster import Device
 from rlhf.config.distill import FullVocab, TopK
+from rlhf.config.environment import MultiTurn
 from rlhf.config.reward import FunctionReward
 from rlhf.config.run import MOST_STEPS, Run
 from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher
 from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import Needs
 from rlhf.data.table import PromptTable
+from rlhf.data.turns import TurnMarkup, find_markup
 from rlhf.distill.user_loss import UserLoss
+from rlhf.environments.pool import check as check_environment
 from rlhf.errors import ConfigError, ModelError
 from rlhf.memory import check_cache, check_memory, longest_sample
 from rlhf.rewards.build import check as check_rewards
@@ -49,6 +52,8 @@ class Inputs:
     """What ends a response that the teacher writes: its own end-of-sequence tokens as well; () where it writes none."""
     adapter: Adapter | None = None
     """The student's LoRA adapter; None: every weight is trained."""
+    markup: TurnMarkup | None = None
+    """How the chat template goes on after a turn of the model; None where there is one turn."""
 
     @property
     def base_teaches(self) -> bool:
@@ -85,6 +90,9 @@ def check_inputs(run: Run) -> Inputs:
     if run.engine is not None:
         extra = tokenizers.extra_stop_token_ids(tokenizer, run.engine.stop_token_ids, run.engine.stop_tokens)
         stop_token_ids = tuple(sorted({*stop_token_ids, *extra}))
+    markup = None
+    if isinstance(run.environment, MultiTurn):
+        markup = find_markup(tokenizer, run.data, run.environment, stop_token_ids)
     teacher_stops: tuple[int, ...] = ()
     if run.writer is not None and teacher is not None:
         teacher_stops = tuple(
@@ -96,7 +104,7 @@ def check_inputs(run: Run) -> Inputs:
         seed=run.run.seed,
         eval_samples=run.eval.samples,
         eval_needs_response=run.reads_reference_responses,
-        needs=Needs.of(run.algo, run.rollout, run.reward),
+        needs=Needs.of(run.algo, run.rollout, run.reward, run.environment),
     )
     _check_lesson(run, dataset)
     if isinstance(run.distill, TopK | FullVocab):
@@ -105,6 +113,8 @@ def check_inputs(run: Run) -> Inputs:
             loss.check()
     if isinstance(run.reward, FunctionReward):
         check_rewards(run.reward, some_columns(dataset), run.plugins)
+    if isinstance(run.environment, MultiTurn):
+        check_environment(run.environment, some_columns(dataset), run.plugins)
     if run.eval.accuracy and not can_be_verified(dataset):
         raise ConfigError(
             "eval.accuracy=true needs held-out rows with a verifier, which data=reasoning_gym has; use "
@@ -120,6 +130,7 @@ def check_inputs(run: Run) -> Inputs:
         _steps(run, dataset),
         teacher_stops,
         adapter,
+        markup,
     )
 
 

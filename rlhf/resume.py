@@ -48,6 +48,7 @@ DECIDES = (
     "algo.steps_per_generation",
     "distill._target_",
     "reward._target_",
+    "environment._target_",
     "run.seed",
     "eval.samples",
     "train._target_",

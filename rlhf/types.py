@@ -1,6 +1,7 @@
 """What moves between roles: frozen, packed, and typed. No Python object per token anywhere.
 
-Shapes: n = samples, T = tokens of all samples together, R = response tokens of all samples together.
+Shapes: n = samples, T = tokens of all samples together, R = response tokens of all samples together, which are
+those the model wrote; C = all tokens after the prompts together: R and the observations between a conversation's turns.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int32, Int64
+from jaxtyping import Bool, Float32, Int32, Int64
 
 Metrics = dict[str, float]
 """Name -> value. Names are `group/name`, e.g. `train/loss`, `time/rollout`."""
@@ -55,6 +56,9 @@ class Sequences:
 
     Example: prompt `[5, 6]` + response `[8, 9]` and prompt `[7]` + response `[4]` have tokens `[5, 6, 8, 9, 7, 4]`,
     offsets `[0, 4, 6]`, prompt_lengths `[2, 1]`, and (if an engine made them) logprobs of `8, 9, 4`.
+
+    A conversation goes on after its first response: model tokens `8, 9`, an observation `3`, model tokens `4` have
+    written `[True, True, False, True]`. Its response tokens are `8, 9, 4`: what is scored, weighed and trained on.
     """
 
     sample_ids: Int64[np.ndarray, " n"]
@@ -63,16 +67,19 @@ class Sequences:
     prompt_lengths: Int32[np.ndarray, " n"]
     logprobs: Float32[np.ndarray, " R"] | None = None
     """Log-probability of each response token under the distribution it was sampled from; None for dataset responses."""
+    written: Bool[np.ndarray, " C"] | None = None
+    """Which tokens after the prompts are the model's; the others are observations. None: all are."""
 
     @classmethod
     def join(
         cls,
         sample_ids: Int64[np.ndarray, " n"],
         prompts: Iterable[Int32[np.ndarray, " p"]],
-        responses: Sequence[Int32[np.ndarray, " r"]],
+        responses: Sequence[Int32[np.ndarray, " c"]],
         logprobs: Sequence[Float32[np.ndarray, " r"]] | None = None,
+        written: Sequence[Bool[np.ndarray, " c"]] | None = None,
     ) -> Sequences:
-        """Pack one prompt, one response and its log-probabilities (if there are any) a sample."""
+        """Pack one prompt, what follows it, and what belongs to that (if there is any) a sample."""
         prompts = list(prompts)
         rows = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
         return cls(
@@ -81,6 +88,7 @@ class Sequences:
             offsets=offsets_of([len(row) for row in rows]),
             prompt_lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int32),
             logprobs=None if logprobs is None else np.concatenate(logprobs),
+            written=None if written is None else np.concatenate(written),
         )
 
     def __len__(self) -> int:
@@ -91,8 +99,16 @@ class Sequences:
         return np.diff(self.offsets)
 
     @property
-    def response_lengths(self) -> Int64[np.ndarray, " n"]:
+    def continuation_lengths(self) -> Int64[np.ndarray, " n"]:
+        """Tokens after each prompt, observations included."""
         return self.lengths - self.prompt_lengths
+
+    @property
+    def response_lengths(self) -> Int64[np.ndarray, " n"]:
+        """Tokens that the model wrote."""
+        if self.written is None:
+            return self.continuation_lengths
+        return np.diff(offsets_of(self.written)[offsets_of(self.continuation_lengths)])
 
     @property
     def response_offsets(self) -> Int64[np.ndarray, " n+1"]:
@@ -102,6 +118,26 @@ class Sequences:
     def rows(self) -> Iterator[Int32[np.ndarray, " t"]]:
         return ragged(self.offsets, self.tokens)
 
+    def continuations(self) -> Iterator[Int32[np.ndarray, " c"]]:
+        """What follows each prompt, observations included."""
+        for tokens, length in zip(self.rows(), self.prompt_lengths, strict=True):
+            yield tokens[length:]
+
+    def masks(self) -> list[Bool[np.ndarray, " c"] | None]:
+        """`written` of each sample; None where all tokens after the prompt are the model's."""
+        if self.written is None:
+            return [None] * len(self)
+        return list(ragged(offsets_of(self.continuation_lengths), self.written))
+
+    def turns(self) -> Iterator[list[Int32[np.ndarray, " t"]]]:
+        """What follows each prompt, turn by turn: the model's, an observation, the model's, ... The model has the last
+        one."""
+        for tokens, mask in zip(self.continuations(), self.masks(), strict=True):
+            if mask is None:
+                yield [tokens]
+            else:
+                yield np.split(tokens, np.flatnonzero(mask[1:] != mask[:-1]) + 1)
+
     def select(self, rows: Iterable[int]) -> Sequences:
         """Some of the samples, in this order; at least one."""
         chosen, every_row = list(rows), list(self.rows())
@@ -109,13 +145,41 @@ class Sequences:
         if self.logprobs is not None:
             every_part = list(ragged(self.response_offsets, self.logprobs))
             logprobs = np.concatenate([every_part[row] for row in chosen])
+        written = None
+        if self.written is not None:
+            every_mask = list(ragged(offsets_of(self.continuation_lengths), self.written))
+            written = np.concatenate([every_mask[row] for row in chosen])
         return Sequences(
             sample_ids=self.sample_ids[chosen],
             tokens=np.concatenate([every_row[row] for row in chosen]),
             offsets=offsets_of(self.lengths[chosen]),
             prompt_lengths=self.prompt_lengths[chosen],
             logprobs=logprobs,
+            written=written,
         )
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """What an environment made of n conversations."""
+
+    returns: Float32[np.ndarray, " n"]
+    """The sum of the rewards of all turns."""
+    turns: Int32[np.ndarray, " n"]
+    """Of the model; at least one."""
+    done: Bool[np.ndarray, " n"]
+    """The environment ended it, rather than a limit."""
+    cut: Int32[np.ndarray, " n"]
+    """Observations that were cut to environment.max_observation_tokens."""
+
+    def select(self, rows: Sequence[int]) -> Episodes:
+        """Some of them, in this order."""
+        return Episodes(**{name: values[list(rows)] for name, values in vars(self).items()})
+
+    @staticmethod
+    def join(parts: Sequence[Episodes]) -> Episodes:
+        """Those of all parts, in order."""
+        return Episodes(**{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])})
 
 
 @dataclass(frozen=True)
@@ -125,12 +189,16 @@ class Rollouts:
     version: int
     sequences: Sequences
     finished: np.ndarray
-    """[n] bool: the response ended by itself (a stop token) rather than at the length limit."""
+    """[n] bool: the response (of a conversation its last turn) ended by itself, by a stop token, rather than at the
+    length limit."""
+    episodes: Episodes | None = None
+    """Of conversations with an environment; None without one."""
 
     def select(self, rows: Iterable[int]) -> Rollouts:
         """Some of the samples, in this order; at least one."""
         chosen = list(rows)
-        return Rollouts(self.version, self.sequences.select(chosen), self.finished[chosen])
+        episodes = None if self.episodes is None else self.episodes.select(chosen)
+        return Rollouts(self.version, self.sequences.select(chosen), self.finished[chosen], episodes)
 
 
 ROW = "data row"

@@ -16,19 +16,20 @@ from typing import Any
 from rlhf.errors import ConfigError, nearest, one_line
 
 
-def imported(name: str, key: str, built_in: list[str]) -> Callable[..., Any]:
-    """The function that `key` names.
+def imported(name: str, key: str, built_in: list[str], kind: str = "function") -> Callable[..., Any]:
+    """The function, or class, that `key` names.
 
     Args:
         name: `package.module.function` or `file.py:function`.
         key: for messages, e.g. `data.preprocessor`.
         built_in: names that would have been understood, too.
+        kind: for messages: function or class.
 
     Raises:
         ConfigError: there is no such function, or its module can't be imported.
     """
     if name.endswith(".py") or name.startswith(":") or name.endswith((":", ".")):
-        raise ConfigError(f"{key}={name} names no function; write file.py:function or package.function")
+        raise ConfigError(f"{key}={name} names no {kind}; write file.py:{kind} or package.{kind}")
     if ":" in name:
         file, _, function = name.rpartition(":")
         module = load(f"{key}={name}", lambda: module_of(Path(file).expanduser()))
@@ -38,14 +39,13 @@ def imported(name: str, key: str, built_in: list[str]) -> Callable[..., Any]:
     else:
         known = f"{', '.join(built_in)}, " if built_in else ""
         raise ConfigError(
-            f"{key}={name} doesn't exist{nearest(name, built_in)}; write {known}package.module.function or "
-            "file.py:function"
+            f"{key}={name} doesn't exist{nearest(name, built_in)}; write {known}package.module.{kind} or file.py:{kind}"
         )
     found = getattr(module, function, None)
     if not callable(found):
         there = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
         raise ConfigError(
-            f"{key}={name}: there is no function {function} in {module.__file__ or module.__name__}"
+            f"{key}={name}: there is no {kind} {function} in {module.__file__ or module.__name__}"
             f"{nearest(function, there)}"
         )
     return found

@@ -52,6 +52,6 @@ def minibatches_of(run: Run, data_parallel: int) -> Callable[[Rollouts], tuple[M
             algo=algo,
             train=train,
             data_parallel=data_parallel,
-            max_new_tokens=run.engine.max_new_tokens,
+            max_new_tokens=run.most_response_tokens,
         )
     return lambda rollouts: make_minibatches(rollouts.sequences, train, data_parallel, algo.sft_alpha)

@@ -240,7 +240,7 @@ def plan_minibatches(
     """`algo.steps_per_generation` optimizer steps, each on the next samples in their order. Without advantages yet.
 
     Args:
-        max_new_tokens: `rollout.max_new_tokens`, for `algo.loss_mean=constant`.
+        max_new_tokens: most response tokens of a sample, for `algo.loss_mean=constant`.
     """
     minibatches, sequences = [], rollouts.sequences
     counted = np.asarray(rollouts.finished, dtype=bool) | (not algo.mask_truncated)

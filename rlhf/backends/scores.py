@@ -77,13 +77,13 @@ class PackedScores:
 
     def _check(self, sequences: Sequences) -> None:
         index_of = {int(sample_id): index for index, sample_id in enumerate(sequences.sample_ids)}
-        starts = offsets_of(self.row_counts)
+        starts, masks, continuations = offsets_of(self.row_counts), sequences.masks(), list(sequences.continuations())
         for sample_id, start, stop in zip(self.sample_ids, starts[:-1], starts[1:], strict=True):
             index = index_of.get(int(sample_id))
             if index is None:
                 raise MisalignedScores(f"teacher scores of sample {sample_id}, which isn't in the batch")
-            begin = sequences.offsets[index] + sequences.prompt_lengths[index]
-            response = sequences.tokens[begin : sequences.offsets[index + 1]]
+            mask = masks[index]
+            response = continuations[index] if mask is None else continuations[index][mask]
             if not np.array_equal(self.targets[start:stop], response):
                 raise MisalignedScores(
                     f"the teacher's {stop - start} rows of sample {sample_id} are about other tokens than the "

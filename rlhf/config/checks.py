@@ -11,6 +11,7 @@ from rlhf.config.checks_grpo import check_grpo
 from rlhf.config.cluster import Device
 from rlhf.config.data import OnBadRow, RowsData
 from rlhf.config.distill import NoDistill, Sampled
+from rlhf.config.environment import MultiTurn
 from rlhf.config.placement import Colocate, Separate
 from rlhf.config.reward import NoReward
 from rlhf.config.rollout import NoRollout
@@ -52,6 +53,8 @@ def check(run: Run) -> None:
             refuse_unused(run.algo, "algo", ("beta",), why, "use distill.loss=null")
         _check_responses(run, run.algo)
         _check_written(run, run.algo)
+    if isinstance(run.environment, MultiTurn):
+        _check_environment(run, run.environment)
     if isinstance(run.algo, GRPO):
         check_grpo(run, run.algo)
     if isinstance(run.teacher, NoTeacher):
@@ -86,6 +89,18 @@ def check(run: Run) -> None:
         "data.on_bad_row=skip doesn't count them first; use run.steps, or data.streaming=false",
     )
     _check_micro_batch(run)
+
+
+def _check_environment(run: Run, environment: MultiTurn) -> None:
+    """Somebody talks with it, and its rewards are used as far as they have keys."""
+    none = "rollout=none" if isinstance(run.rollout, NoRollout) else f"algo.lmbda={run.lmbda:g}"
+    require(
+        run.engine is not None,
+        f"environment=multi_turn talks with the student's engine, and {none} starts none; use environment=none",
+    )
+    if isinstance(run.algo, GKD):
+        why = "with a teacher's divergence to learn from, where rewards are only logged"
+        refuse_unused(environment, "environment", ("reward_weight",), why, "use algo=grpo")
 
 
 def _check_replicas(run: Run) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from rlhf.config.algo import GRPO, KLIn, OldLogprobs
 from rlhf.config.base import not_yet, refuse_unused, require
 from rlhf.config.distill import NoDistill, Sampled
-from rlhf.config.reward import NoReward
+from rlhf.config.environment import MultiTurn
+from rlhf.config.reward import FunctionReward
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.teacher import NoTeacher, SelfTeacher
 
@@ -34,6 +35,9 @@ def check_grpo(run: Run, algo: GRPO) -> None:
     _check_rewards(run, algo)
     _check_old_logprobs(algo, engine)
     _check_batches(run, algo)
+    if isinstance(run.environment, MultiTurn):
+        why = "with environment=multi_turn, where no one response has a length to punish"
+        refuse_unused(algo, "algo", ("overlong_buffer",), why, "use algo.mask_truncated=true")
     require(
         algo.overlong_buffer <= engine.max_new_tokens,
         f"algo.overlong_buffer={algo.overlong_buffer} is more than rollout.max_new_tokens={engine.max_new_tokens}; "
@@ -81,16 +85,23 @@ def _check_teacher(run: Run, algo: GRPO) -> None:
 
 def _check_rewards(run: Run, algo: GRPO) -> None:
     """Something to learn from, and no key that needs rewards without them."""
-    if not isinstance(run.reward, NoReward):
+    if isinstance(run.reward, FunctionReward) and isinstance(run.environment, MultiTurn):
+        called = [name.rpartition(":")[2].rpartition(".")[2] for name in run.reward.functions]
+        require(
+            "environment" not in called,
+            "a function of reward.functions is called environment, as the part of environment=multi_turn is; rename it",
+        )
+    if run.rewarded:
         require(
             algo.num_generations > 1,
             "algo.num_generations=1 leaves nothing to compare a reward with; use algo.num_generations=8",
         )
         return
+    weightless = "" if not isinstance(run.environment, MultiTurn) else " environment.reward_weight=0"
     require(
         algo.teacher_kl_coef > 0,
-        "algo=grpo with reward=none has nothing to learn from; use reward=functions, or algo.teacher_kl_coef=1 with "
-        "teacher=colocated distill=sampled",
+        f"algo=grpo with reward=none{weightless} has nothing to learn from; use reward=functions, or "
+        "algo.teacher_kl_coef=1 with teacher=colocated distill=sampled",
     )
     unused = ("advantage", "scale_rewards", "dynamic_sampling", "overlong_buffer")
     refuse_unused(algo, "algo", unused, "with reward=none", "use reward=functions")

@@ -21,6 +21,7 @@ HINTS = {
     "data.path": "data.path=rows.jsonl",
     "data.name": "data.name=openai/gsm8k",
     "data.function": "data.function=rows.py:easy (a function that yields rows, or a name that a plugin registers)",
+    "environment.name": "environment.name=FILE.py:CLASS (with reset and step, or a name that a plugin registers)",
     "teacher.model": "teacher.model=FOLDER (a Hugging Face checkpoint with the student's tokenizer)",
 }
 

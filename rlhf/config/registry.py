@@ -9,7 +9,21 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf, open_dict
 
-from rlhf.config import algo, cluster, data, distill, logger, model, placement, reward, rollout, run, teacher, train
+from rlhf.config import (
+    algo,
+    cluster,
+    data,
+    distill,
+    environment,
+    logger,
+    model,
+    placement,
+    reward,
+    rollout,
+    run,
+    teacher,
+    train,
+)
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 """The checkout: `conf/` and `recipes/` lie beside the package, so an editable install is needed."""
@@ -41,6 +55,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "plugin": data.PluginData,
     },
     "reward": {"none": reward.NoReward, "functions": reward.FunctionReward},
+    "environment": {"none": environment.NoEnvironment, "multi_turn": environment.MultiTurn},
     "logger": {"default": logger.Logger, "wandb": logger.Logger},
     "cluster": {"local": cluster.Cluster, "attached": cluster.Cluster},
 }

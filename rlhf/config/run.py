@@ -11,8 +11,10 @@ from rlhf.config.algo import GKD, GRPO
 from rlhf.config.base import refuse_unused, require, require_at_least, require_between, written
 from rlhf.config.cluster import Cluster
 from rlhf.config.data import DataCommon
+from rlhf.config.environment import MultiTurn, NoEnvironment
 from rlhf.config.logger import Logger
 from rlhf.config.model import Model
+from rlhf.config.reward import NoReward
 from rlhf.config.rollout import NoRollout, VllmRollout
 from rlhf.config.teacher import NoTeacher, StandaloneTeacher, TeacherGeneration
 from rlhf.config.train import Train
@@ -136,8 +138,8 @@ class Run:
     is none. FOLDER: go on from a checkpoint, or from the newest one of a run; in place if it is in run.dir, else in a
     new run. auto needs a run.name of yours; in a sweep (-m), hydra.sweep.dir=multirun/NAME."""
     plugins: list[str] = field(default_factory=list)
-    """Your own preprocessors, reward functions and data sets: `path/to/file.py` or `package.module` each, imported
-    before anything else is checked. See docs/plugins.md."""
+    """Your own preprocessors, reward functions, data sets and environments: `path/to/file.py` or `package.module` each,
+    imported before anything else is checked. See docs/plugins.md."""
     model: Model
     """The student."""
     train: Train
@@ -148,6 +150,8 @@ class Run:
     """Where prompts come from."""
     reward: Any
     """What scores responses."""
+    environment: Any = field(default_factory=NoEnvironment)
+    """What the model talks with, over several turns."""
     distill: Any
     """What is asked of the teacher."""
     teacher: Any
@@ -199,10 +203,34 @@ class Run:
     @property
     def response_limits(self) -> dict[str, int]:
         """Key -> longest responses that are trained on, by where they come from."""
-        limits = {} if self.engine is None else {"rollout.max_new_tokens": self.engine.max_new_tokens}
+        limits = {} if self.engine is None else self._sample_limit(self.engine)
         if self.writer is not None:
             return limits | {"teacher.generation.max_new_tokens": self.writer.max_new_tokens}
         return limits if self.lmbda == 1 else limits | {"data.max_response_length": self.data.max_response_length}
+
+    def _sample_limit(self, engine: VllmRollout) -> dict[str, int]:
+        if isinstance(self.environment, MultiTurn):
+            turns = f"a conversation ({self.environment.described(engine.max_new_tokens)})"
+            return {turns: self.environment.most_tokens(engine.max_new_tokens)}
+        return {"rollout.max_new_tokens": engine.max_new_tokens}
+
+    @property
+    def longest_continuation(self) -> int:
+        """Most tokens that follow a prompt in what the engine makes: a response, or all turns of a conversation."""
+        return 0 if self.engine is None else max(self._sample_limit(self.engine).values())
+
+    @property
+    def most_response_tokens(self) -> int:
+        """Most tokens that the engine samples for a prompt, in all turns."""
+        assert self.engine is not None
+        turns = self.environment.max_turns if isinstance(self.environment, MultiTurn) else 1
+        return int(turns * self.engine.max_new_tokens)
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether rewards are learned from: those of functions, or of an environment."""
+        pays = isinstance(self.environment, MultiTurn) and self.environment.reward_weight != 0
+        return not isinstance(self.reward, NoReward) or (isinstance(self.algo, GRPO) and pays)
 
     @property
     def reads_reference_responses(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.config.algo import GKD, OPSD
+from rlhf.config.environment import MultiTurn
 from rlhf.config.reward import FunctionReward
 from rlhf.config.run import on_policy_share
 from rlhf.errors import one_line
@@ -54,17 +55,18 @@ class Needs:
     response: bool = False
     teacher_prompt: bool = False
     for_rewards: bool = False
-    """Its columns carry what reward functions may be told besides: the reference response, and the row's name."""
+    """Its columns carry what reward functions and environments may be told besides: the reference response, and the
+    row's name."""
 
     @classmethod
-    def of(cls, algo: Any, rollout: Any, reward: Any = None) -> Needs:
+    def of(cls, algo: Any, rollout: Any, reward: Any = None, environment: Any = None) -> Needs:
         """What these groups need."""
         off_policy = on_policy_share(algo, rollout) < 1
         writes = isinstance(algo, GKD) and algo.seq_kd
         return cls(
             response=off_policy and not writes,
             teacher_prompt=isinstance(algo, OPSD),
-            for_rewards=isinstance(reward, FunctionReward),
+            for_rewards=isinstance(reward, FunctionReward) or isinstance(environment, MultiTurn),
         )
 
     def complete(self, row: Row) -> Row:

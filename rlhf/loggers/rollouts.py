@@ -2,7 +2,9 @@
 
 `{"step": 3, "sample_id": 17, "prompt": "...", "response": "...", "prompt_tokens": [...], "response_tokens": [...],
 "logprobs": [...]}`; the log-probabilities are those of the sampler, one a response token; null where it
-is a reference response. With rewards, `"reward": 0.5`.
+is a reference response. With rewards, `"reward": 0.5`. Of a conversation, `response` is all that follows the prompt,
+`"turns": [{"model": "..."}, {"environment": "..."}, ...]` is the same turn by turn, `turn_tokens` counts each one's
+tokens, and log-probabilities are those of the model's.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from jaxtyping import Float32
 from rlhf.types import Experience, Sequences, offsets_of, ragged
 
 FILE = "rollouts.jsonl"
+SPEAKERS = ("model", "environment")
+"""In turn."""
 
 
 def recorded(
@@ -44,13 +48,18 @@ def rows_of(
     logprobs = None
     if sequences.logprobs is not None:
         logprobs = list(ragged(sequences.response_offsets, sequences.logprobs))
-    for index, tokens in enumerate(sequences.rows()):
+    for index, (tokens, turns) in enumerate(zip(sequences.rows(), sequences.turns(), strict=True)):
         prompt, response = np.split(tokens, [sequences.prompt_lengths[index]])
+        of_turns = {}
+        if sequences.written is not None:
+            texts = [{SPEAKERS[number % 2]: tokenizer.decode(turn)} for number, turn in enumerate(turns)]
+            of_turns = {"turns": texts, "turn_tokens": list(map(len, turns))}
         yield {
             "step": step,
             "sample_id": int(sequences.sample_ids[index]),
             "prompt": tokenizer.decode(prompt),
             "response": tokenizer.decode(response),
+            **of_turns,
             "prompt_tokens": prompt.tolist(),
             "response_tokens": response.tolist(),
             "logprobs": None if logprobs is None else [round(float(value), 6) for value in logprobs[index]],
@@ -70,10 +79,16 @@ def read(run_dir: Path) -> dict[int, Sequences]:
 def _sequences(rows: list[dict[str, Any]]) -> Sequences:
     samples = [row["prompt_tokens"] + row["response_tokens"] for row in rows]
     logprobs = [row["logprobs"] for row in rows]
+    masks = [
+        np.repeat(np.arange(len(row["turn_tokens"])) % 2 == 0, row["turn_tokens"])
+        for row in rows
+        if "turn_tokens" in row
+    ]
     return Sequences(
         sample_ids=np.array([row["sample_id"] for row in rows], dtype=np.int64),
         tokens=np.concatenate(samples).astype(np.int32),
         offsets=offsets_of([len(sample) for sample in samples]),
         prompt_lengths=np.array([len(row["prompt_tokens"]) for row in rows], dtype=np.int32),
         logprobs=None if logprobs[0] is None else np.concatenate(logprobs).astype(np.float32),
+        written=np.concatenate(masks) if masks else None,
     )

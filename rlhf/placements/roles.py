@@ -130,7 +130,7 @@ def engine_setup(run: Run, inputs: Inputs, rollout: VllmRollout, shared: bool) -
     return EngineSetup(
         model=inputs.student,
         rollout=rollout,
-        max_model_len=run.data.max_length + rollout.max_new_tokens,
+        max_model_len=run.data.max_length + run.longest_continuation,
         stop_token_ids=inputs.stop_token_ids,
         seed=run.run.seed,
         shares_device=shared,

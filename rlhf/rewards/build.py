@@ -156,17 +156,15 @@ class FunctionRewarder:
         return self._rewards(parts, columns, rows)
 
     def _columns(self, sequences: Sequences, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-        """What functions may ask for, one list each."""
-        cuts = [
-            (tokens[:length], tokens[length:])
-            for tokens, length in zip(sequences.rows(), sequences.prompt_lengths, strict=True)
-        ]
+        """What functions may ask for, one list each. The completion of a conversation is the model's last turn."""
+        prompts = [tokens[:length] for tokens, length in zip(sequences.rows(), sequences.prompt_lengths, strict=True)]
+        responses = [turns[-1] for turns in sequences.turns()]
         decode = self.tokenizer.decode
         names = dict.fromkeys(name for row in rows for name in row if name != ROW)
         return {
-            "prompts": [decode(prompt, skip_special_tokens=True) for prompt, _ in cuts],
-            "completions": [decode(response, skip_special_tokens=True) for _, response in cuts],
-            "completion_ids": [response.tolist() for _, response in cuts],
+            "prompts": [decode(prompt, skip_special_tokens=True) for prompt in prompts],
+            "completions": [decode(response, skip_special_tokens=True) for response in responses],
+            "completion_ids": [response.tolist() for response in responses],
             **{str(name): [row.get(name) for row in rows] for name in names},
         }
 

@@ -7,27 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 from rlhf.errors import ConfigError, RewardError, one_line
+from rlhf.processes import Ended, UserProcess
 from rlhf.rewards.functions import Signature
 from rlhf.rewards.worker import Call, Failed, Setup
 
 START_S = 120.0
 """How long importing the functions may take."""
-
-START = "from rlhf.rewards.worker import main; main()"
-"""Not `python -m`: its classes would be those of another module `__main__`."""
 
 
 @dataclass(frozen=True)
@@ -50,54 +43,27 @@ class Failure(Exception):
     index: int | None
 
 
-class Worker:
-    """One process, in a session of its own: Ctrl-C in the terminal reaches the driver alone."""
+class Worker(UserProcess):
+    """One process and what it is busy with."""
 
     def __init__(self, setup: Setup) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", START, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr if _is_a_file(sys.stderr) else subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, setup.path))},
-                start_new_session=True,
-            )
-        self.connection = Connection(ours.detach())
+        super().__init__("rlhf.rewards.worker", setup)
         self.task: Task | None = None
         self.deadline = time.monotonic() + START_S
         self.signatures: list[Signature] | None = None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `receive` says so
-            self.connection.send(setup)
 
     def give(self, task: Task, timeout_s: float) -> None:
         """Raises Failure for columns that can't be sent."""
         self.task, self.deadline = task, time.monotonic() + timeout_s
         try:
-            self.connection.send(task.call)
-        except (BrokenPipeError, ConnectionResetError):
-            return  # `receive` says so
+            self.send(task.call)
         except Exception as error:  # whatever an object of a user's raises while it is pickled
             raise Failure(task, f"can't be given the row's columns: {one_line(error)}", None) from error
 
     def receive(self) -> Any:
         """Its answer; how it ended, where it did."""
-        try:
-            return self.connection.recv()
-        except (EOFError, ConnectionResetError, pickle.UnpicklingError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(5)
-            code = self.process.poll()
-            how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
-            return Failed(f"ended its process {how}", killed=True)
-
-    def kill(self) -> None:
-        """With all that it has started and that is in its group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.connection.close()
+        answer = self.received()
+        return Failed(answer.how, killed=True) if isinstance(answer, Ended) else answer
 
 
 class WorkerPool:
@@ -222,11 +188,3 @@ class WorkerPool:
             named = f"reward.functions={[name for name, _ in self.setup.functions]}: importing them "
             raise ConfigError(f"{named if answer.killed else ''}{answer.reason}")
         worker.signatures, worker.deadline = answer, float("inf")
-
-
-def _is_a_file(stream: Any) -> bool:
-    """Whether a process can write there; not so where tests capture what is printed."""
-    try:
-        return stream.fileno() >= 0
-    except (OSError, ValueError, AttributeError):
-        return False

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhf.rewards.processes import adopt_orphans
+from rlhf.processes import adopt_orphans
 
 HARNESS = Path(__file__).with_name("harness.py")
 MOST_OUTPUT = 1 << 16

@@ -17,8 +17,8 @@ from typing import Any
 
 from rlhf.errors import ConfigError, one_line
 from rlhf.plugins import load_plugins
+from rlhf.processes import adopt_orphans, die_with
 from rlhf.rewards.functions import Loaded, Wrong, checked, load_function
-from rlhf.rewards.processes import adopt_orphans, die_with
 from rlhf.user_code import line_of
 
 

@@ -18,9 +18,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float32
 
+from rlhf.environments.base import Turn
 from rlhf.errors import MisalignedScores, StaleWeights
-from rlhf.roles.protocols import Engine, Rewarder, Scorer, Trainer
-from rlhf.roles.replicas import select
+from rlhf.roles.protocols import Engine, Environments, Rewarder, Scorer, Trainer
 from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Prompts, Rewards, Rollouts, Sequences
 
 T = TypeVar("T")
@@ -43,8 +43,8 @@ class Event(NamedTuple):
     """One call of a role that went well."""
 
     call: str
-    """update, generate, greedy, sleep, begin, score, logprobs, reward, train, evaluate, save, save_state or
-    load_state."""
+    """update, generate, greedy, sleep, begin, score, logprobs, reward, reset, step, train, evaluate, save, save_state
+    or load_state."""
     version: int | None
     """Of the weights the role held after the call; None for the teacher and the rewarder, who have none that change."""
     what: Any
@@ -182,7 +182,7 @@ class DoubleRewarder(Rewarder):
 
     def score(self, sequences: Sequences, rows: Sequence[Mapping[str, Any]]) -> Done[Rewards]:
         """One reward function, called `double`."""
-        responses = [tokens[length:] for tokens, length in zip(sequences.rows(), sequences.prompt_lengths, strict=True)]
+        responses = [turns[-1] for turns in sequences.turns()]
         given = [self.function(response, row) for response, row in zip(responses, rows, strict=True)]
         total = np.array(given, dtype=np.float32)
         self.events.append(Event("reward", None, sequences))
@@ -191,6 +191,40 @@ class DoubleRewarder(Rewarder):
     def metrics(self) -> Metrics:
         """Nothing."""
         return {}
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+@dataclass
+class DoubleEnvironments(Environments):
+    """Any function of a conversation's row, its turn (from 0) and what the model said."""
+
+    function: Callable[[Mapping[str, Any], int, str], Turn]
+    events: list[Event] = field(default_factory=list)
+    rows: Sequence[Mapping[str, Any]] = ()
+    seeds: Sequence[int] = ()
+    turns: dict[int, int] = field(default_factory=dict)
+    """Conversation -> its turn, of those that go on."""
+
+    def reset(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> Done[None]:
+        assert not self.turns, "those before have been ended"
+        self.rows, self.seeds, self.turns = rows, seeds, dict.fromkeys(range(len(rows)), 0)
+        self.events.append(Event("reset", None, rows))
+        return Done(None)
+
+    def step(self, episodes: Sequence[int], responses: Sequence[str]) -> Done[list[Turn]]:
+        said = []
+        for episode, response in zip(episodes, responses, strict=True):
+            said.append(self.function(self.rows[episode], self.turns[episode], response))
+            self.turns[episode] += 1
+        self.events.append(Event("step", None, list(episodes)))
+        return Done(said)
+
+    def end(self, episodes: Sequence[int]) -> Done[None]:
+        for episode in episodes:
+            del self.turns[episode]
+        return Done(None)
 
     def close(self) -> None:
         """Nothing runs."""
@@ -251,7 +285,7 @@ class DoubleEngine(Engine):
         """One by one, the last one first."""
         whole = self.generate(prompts, version).result()
         for row in reversed(range(len(prompts))):
-            yield select(whole, [row])
+            yield whole.select([row])
 
     def sleep(self) -> Done[None]:
         """Nothing but the event, as on CPU."""

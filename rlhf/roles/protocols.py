@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from jaxtyping import Float32
 
+from rlhf.environments.base import Turn
 from rlhf.types import BatchPlan, Experience, Metrics, MiniBatch, Prompts, Rewards, Rollouts, Sequences
 
 T_co = TypeVar("T_co", covariant=True)
@@ -142,4 +143,32 @@ class Rewarder(Protocol):
 
     def close(self) -> None:
         """End what runs. Who waits for a result gets a RewardError."""
+        ...
+
+
+class Environments(Protocol):
+    """What the model talks with. Conversations are known by their number in the batch."""
+
+    def reset(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> Future[None]:
+        """Begin conversations 0 to n - 1; those before have been ended.
+
+        Args:
+            rows: the columns of the data's row of each.
+            seeds: what each may draw from.
+
+        Raises:
+            EnvironmentFailed: as of all calls; the message names the environment and the row.
+        """
+        ...
+
+    def step(self, episodes: Sequence[int], responses: Sequence[str]) -> Future[list[Turn]]:
+        """What some of them answer to a turn of the model, in this order."""
+        ...
+
+    def end(self, episodes: Sequence[int]) -> Future[Any]:
+        """Some of them are over."""
+        ...
+
+    def close(self) -> None:
+        """End what runs."""
         ...

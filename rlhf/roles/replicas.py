@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhf.types import Prompts, Rollouts, Sequences, offsets_of, ragged
+from rlhf.types import Episodes, Prompts, Rollouts, Sequences, offsets_of
 
 
 def split(prompts: Prompts, replicas: int) -> list[Prompts]:
@@ -37,6 +37,9 @@ def merge(parts: Sequence[Rollouts]) -> Rollouts:
     assert len(versions) == 1, "an engine refuses to generate with another version than asked for"
     sequences = [part.sequences for part in parts]
     logprobs = [one.logprobs for one in sequences if one.logprobs is not None]
+    written = [one.written for one in sequences if one.written is not None]
+    episodes = [part.episodes for part in parts if part.episodes is not None]
+    assert {len(written), len(episodes)} <= {0, len(parts)}, "all parts are conversations, or none is"
     return Rollouts(
         version=versions.pop(),
         sequences=Sequences(
@@ -45,26 +48,10 @@ def merge(parts: Sequence[Rollouts]) -> Rollouts:
             offsets=offsets_of(np.concatenate([one.lengths for one in sequences])),
             prompt_lengths=np.concatenate([one.prompt_lengths for one in sequences]),
             logprobs=np.concatenate(logprobs) if logprobs else None,
+            written=np.concatenate(written) if written else None,
         ),
         finished=np.concatenate([part.finished for part in parts]),
-    )
-
-
-def select(rollouts: Rollouts, rows: Sequence[int]) -> Rollouts:
-    """Some of the samples, in this order."""
-    whole = rollouts.sequences
-    every = list(whole.rows())
-    logprobs = None if whole.logprobs is None else list(ragged(whole.response_offsets, whole.logprobs))
-    return Rollouts(
-        version=rollouts.version,
-        sequences=Sequences(
-            sample_ids=whole.sample_ids[list(rows)],
-            tokens=np.concatenate([every[row] for row in rows]),
-            offsets=offsets_of([len(every[row]) for row in rows]),
-            prompt_lengths=whole.prompt_lengths[list(rows)],
-            logprobs=None if logprobs is None else np.concatenate([logprobs[row] for row in rows]),
-        ),
-        finished=rollouts.finished[list(rows)],
+        episodes=Episodes.join(episodes) if episodes else None,
     )
 
 
@@ -72,4 +59,4 @@ def in_order_of(prompts: Prompts, parts: Sequence[Rollouts]) -> Rollouts:
     """Parts that came as they were finished -> the rollouts of the prompts, in their order."""
     together = merge(parts)
     row_of = {int(sample_id): row for row, sample_id in enumerate(together.sequences.sample_ids)}
-    return select(together, [row_of[int(sample_id)] for sample_id in prompts.sample_ids])
+    return together.select([row_of[int(sample_id)] for sample_id in prompts.sample_ids])

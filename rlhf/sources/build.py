@@ -8,6 +8,7 @@ from rlhf.config.algo import GRPO
 from rlhf.config.run import Run
 from rlhf.roles.protocols import Engine, Rewarder
 from rlhf.sources.ahead import AheadGroupSource, AheadSource, Background
+from rlhf.sources.conversations import Conversations
 from rlhf.sources.dataset import DatasetSource
 from rlhf.sources.groups import GroupSource
 from rlhf.sources.live import LiveSource
@@ -22,6 +23,7 @@ def source_of(
     background: Background,
     writer: Engine | None = None,
     rewarder: Rewarder | None = None,
+    conversations: Conversations | None = None,
     **fields: Any,
 ) -> StepSource:
     """The source, with the fields that every one has.
@@ -31,7 +33,8 @@ def source_of(
     """
     if isinstance(run.algo, GRPO):
         assert engine is not None and run.engine is not None, "checked when the configuration was composed"
-        fields |= {"engine": engine, "rollout": run.engine, "algo": run.algo, "rewarder": rewarder}
+        fields |= {"engine": engine, "rollout": run.engine, "conversations": conversations}
+        fields |= {"algo": run.algo, "rewarder": rewarder}
         if run.placement.max_staleness:
             return AheadGroupSource(background=background, **fields)
         return GroupSource(**fields)
@@ -41,8 +44,9 @@ def source_of(
     if run.engine is None:
         return DatasetSource(off_policy=off_policy, **fields)
     assert engine is not None, "a placement starts the engine that the configuration has"
+    fields |= {"engine": engine, "rollout": run.engine, "conversations": conversations}
     if run.placement.max_staleness:
-        return AheadSource(engine=engine, rollout=run.engine, background=background, **fields)
+        return AheadSource(background=background, **fields)
     if run.lmbda == 1:
-        return LiveSource(engine=engine, rollout=run.engine, **fields)
-    return MixedSource(engine=engine, rollout=run.engine, lmbda=run.lmbda, off_policy=off_policy, **fields)
+        return LiveSource(**fields)
+    return MixedSource(lmbda=run.lmbda, off_policy=off_policy, **fields)

@@ -13,6 +13,7 @@ from rlhf.config.run import Eval, EvalResponses
 from rlhf.config.train import Train
 from rlhf.data.table import PromptTable
 from rlhf.roles.protocols import Engine, Rewarder, Scorer, Trainer
+from rlhf.sources.conversations import Conversations, rewarded, sampled
 from rlhf.sources.privileged import privileged_sequences
 from rlhf.sources.requests import prompts_of, reference_sequences
 from rlhf.types import Metrics, Sequences
@@ -43,6 +44,8 @@ class Evaluator:
     """Whether a completion, as token ids, solves the exercise of a held-out row; None: nobody can tell."""
     rewarder: Rewarder | None = None
     """Rewards greedy completions of the held-out rows: eval/reward, and eval/reward/NAME of each function."""
+    conversations: Conversations | None = None
+    """None: a completion is one response. Otherwise the environment's rewards are eval/reward/environment."""
     results: dict[int, Metrics] = field(default_factory=dict)
     samples: dict[int, np.ndarray] = field(default_factory=dict)
     """Step -> token ids of the greedy completion of the first held-out prompt."""
@@ -83,17 +86,19 @@ class Evaluator:
 
     def _complete(self, engine: Engine, step: int, version: int) -> Metrics:
         """Greedy completions: of the first row, to look at; of all rows, where it can be told how good they are."""
-        told = self.solves is not None or self.rewarder is not None
+        told = self.solves is not None or self.rewarder is not None or self.conversations is not None
         rows = range(len(self.held_out) if told else 1)
         prompts = prompts_of(self.held_out, rows, seed=self.seed, step=0)
-        sequences = engine.generate(prompts, version, greedy=True).result().sequences
-        completions = [
-            tokens[length:] for tokens, length in zip(sequences.rows(), sequences.prompt_lengths, strict=True)
-        ]
-        self.samples[step] = completions[0]
+        columns = self.held_out.columns[: len(rows)]
+        rollouts = sampled(engine, self.conversations, prompts, columns, version, greedy=True)
+        sequences = rollouts.sequences
+        self.samples[step] = next(sequences.continuations())
+        completions = [turns[-1] for turns in sequences.turns()]
         found: Metrics = {}
-        if self.rewarder is not None:
-            rewards = self.rewarder.score(sequences, self.held_out.columns).result()
+        of_functions = None if self.rewarder is None else self.rewarder.score(sequences, columns)
+        asked = rewarded(of_functions, rollouts, self.conversations)
+        if asked is not None:
+            rewards = asked.result()
             found["eval/reward"] = float(np.mean(rewards.total))
             found |= {f"eval/reward/{name}": float(np.mean(values)) for name, values in rewards.parts.items()}
         if self.solves is not None:
@@ -106,4 +111,4 @@ class Evaluator:
             return reference_sequences(self.held_out, self.spec.max_response_tokens)
         assert self.engine is not None, "checked when the configuration was composed"
         prompts = prompts_of(self.held_out, range(len(self.held_out)), seed=self.seed, step=0)
-        return self.engine.generate(prompts, version).result().sequences
+        return sampled(self.engine, self.conversations, prompts, self.held_out.columns, version).sequences

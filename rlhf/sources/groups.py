@@ -28,6 +28,7 @@ from rlhf.data.cursor import Draw
 from rlhf.data.table import PromptTable, concatenate
 from rlhf.roles.protocols import Future, Rewarder
 from rlhf.roles.replicas import merge
+from rlhf.sources.conversations import rewarded, sampled
 from rlhf.sources.live import LiveSource
 from rlhf.sources.privileged import as_the_teacher_reads, privileged_share
 from rlhf.sources.requests import prompts_of
@@ -74,17 +75,17 @@ class GroupSource(LiveSource):
         if self.algo.dynamic_sampling:
             batch, groups, rewards, described = self._informative(batch, version, timed)
             self.engine.sleep().result()
-            rewarded = None
+            asked = None
         else:
             groups = self._sample(batch.draw, batch.step, Requests(), version, timed)
             self.engine.sleep().result()
-            rewarded, rewards, described = self._reward(groups), None, {}
+            asked, rewards, described = self._reward(groups), None, {}
         sequences = groups.rollouts.sequences
         minibatches = self.make_minibatches(groups.rollouts)
         scored = self._score(groups, minibatches)
-        if rewarded is not None:
+        if asked is not None:
             with timed("reward"):
-                rewards = rewarded.result()
+                rewards = asked.result()
         teacher = None
         if scored is not None:
             with timed("score"):
@@ -127,7 +128,7 @@ class GroupSource(LiveSource):
             first = step * self._most_requests + asked.made
             asked.made += len(rows)
             prompts = replace(prompts, sample_ids=np.arange(first, first + len(rows), dtype=np.int64))
-            return Groups(self.engine.generate(prompts, version).result(), table)
+            return Groups(sampled(self.engine, self.conversations, prompts, table.columns, version), table)
 
     @property
     def _most_requests(self) -> int:
@@ -175,9 +176,10 @@ class GroupSource(LiveSource):
     # ---- rewards and scores -----------------------------------------------------------------------------------------
 
     def _reward(self, groups: Groups) -> Future[Rewards] | None:
-        if self.rewarder is None:
-            return None
-        return self.rewarder.score(groups.rollouts.sequences, groups.table.columns)
+        of_functions = None
+        if self.rewarder is not None:
+            of_functions = self.rewarder.score(groups.rollouts.sequences, groups.table.columns)
+        return rewarded(of_functions, groups.rollouts, self.conversations)
 
     def _score(self, groups: Groups, minibatches: tuple[MiniBatch, ...]) -> Future[Float32[np.ndarray, " R"]] | None:
         """The teacher's log-probabilities, on their way."""

@@ -2,7 +2,7 @@
 
 sync weights ► (evaluate) ► generate ► score ► Experience
 
-A teacher on devices of its own begins to score while others are still generated.
+A teacher on devices of its own begins to score while others are still generated (but for conversations).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rlhf.config.rollout import VllmRollout
 from rlhf.data.table import PromptTable
 from rlhf.roles.protocols import Engine
 from rlhf.roles.replicas import in_order_of
+from rlhf.sources.conversations import Conversations, sampled
 from rlhf.sources.privileged import privileged_sequences
 from rlhf.sources.requests import prompts_of
 from rlhf.sources.steps import Batch, StepSource, Timed, describe
@@ -28,6 +29,8 @@ class LiveSource(StepSource):
 
     engine: Engine
     rollout: VllmRollout
+    conversations: Conversations | None = None
+    """None: a sample is one response."""
 
     def weights(self, step: int, timed: Timed) -> int:
         """Give the engine the trainer's weights -> the trainer's version, so that one that missed them refuses."""
@@ -41,10 +44,11 @@ class LiveSource(StepSource):
         with timed("rollout"):
             rows = range(len(draw.table))
             prompts = prompts_of(draw.table, rows, seed=self.seed, step=batch.step, numbers=draw.numbers)
-            if self.scorer is not None and self.scorer.begins:
+            if self.conversations is None and self.scorer is not None and self.scorer.begins:
                 rollouts, head_start = self._scored_as_they_finish(prompts, draw.table, version)
             else:
-                rollouts, head_start = self.engine.generate(prompts, version).result(), {}
+                rollouts = sampled(self.engine, self.conversations, prompts, draw.table.columns, version)
+                head_start = {}
             self.engine.sleep().result()
         return rollouts, {**describe(rollouts), "rollout/weight_version": float(rollouts.version), **head_start}
 

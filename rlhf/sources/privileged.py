@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from rlhf.batching import plan_on_ranks
 from rlhf.data.table import PromptTable
 from rlhf.types import MiniBatch, Sequences
 
 
 def privileged_sequences(sequences: Sequences, table: PromptTable) -> Sequences | None:
-    """The same responses after the teacher's prompts; a row without one keeps its own prompt.
+    """The same responses (and observations) after the teacher's prompts; a row without one keeps its own prompt.
 
     Args:
         table: the rows the sequences were made of, in the same order.
@@ -27,13 +25,12 @@ def privileged_sequences(sequences: Sequences, table: PromptTable) -> Sequences 
     assert len(sequences) == len(table), "one sequence a row"
     if len(table.teacher_tokens) == 0:
         return None
-    prompts, responses = [], []
+    prompts = []
     for row, tokens in enumerate(sequences.rows()):
-        prompt, response = np.split(tokens, [sequences.prompt_lengths[row]])
         own = table.teacher_prompt(row)
-        prompts.append(prompt if own is None else own)
-        responses.append(response)
-    return Sequences.join(sequences.sample_ids, prompts, responses)
+        prompts.append(tokens[: sequences.prompt_lengths[row]] if own is None else own)
+    written = None if sequences.written is None else [sequences.written]
+    return Sequences.join(sequences.sample_ids, prompts, list(sequences.continuations()), written=written)
 
 
 def as_the_teacher_reads(

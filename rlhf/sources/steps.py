@@ -104,6 +104,7 @@ class StepSource(ABC):
             sequences=sequences,
             minibatches=minibatches,
             scores=scores,
+            rewards=None if rollouts.episodes is None else rollouts.episodes.returns,
             metrics={
                 **batch.metrics,
                 **described,
@@ -128,9 +129,20 @@ class StepSource(ABC):
 
 
 def describe(rollouts: Rollouts) -> Metrics:
-    """Lengths of a batch of responses, in tokens."""
-    sequences = rollouts.sequences
+    """Lengths of a batch of responses, in tokens that the model wrote, and what became of conversations."""
+    sequences, episodes = rollouts.sequences, rollouts.episodes
+    of_episodes: Metrics = {}
+    if episodes is not None:
+        observed = sequences.continuation_lengths - sequences.response_lengths
+        of_episodes = {
+            "environment/reward_mean": float(episodes.returns.mean()),
+            "environment/turns_mean": float(episodes.turns.mean()),
+            "environment/done_share": float(episodes.done.mean()),
+            "environment/observation_tokens_mean": float(observed.mean()),
+            "environment/cut_observations": float(episodes.cut.sum()),
+        }
     return {
+        **of_episodes,
         "rollout/response_tokens_mean": float(sequences.response_lengths.mean()),
         "rollout/response_tokens_max": float(sequences.response_lengths.max()),
         "rollout/prompt_tokens_mean": float(sequences.prompt_lengths.mean()),

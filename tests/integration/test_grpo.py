@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from rlhf.loggers.rollouts import read
 from tests.integration.runs import last_of_each, launch, metrics_of, tiny_world
 from tests.integration.test_cells import run_jobs
+from tests.unit.tiny import save_tiny_llama
 
+END = 2
+"""The id of the tiny tokenizer's EOS."""
 REWARD = "reward.functions=[tests.integration.rewarding.vowels]"
 
 
@@ -44,6 +49,24 @@ JOBS = {
         "distill=sampled",
         "eval.responses=student",
     ],
+    "talks": [
+        "reward=none",
+        "environment=multi_turn",
+        "environment.name=tests.integration.talking.Echo",
+        "environment.max_turns=3",
+        "environment.options.turns=2",
+        "environment.max_observation_tokens=48",
+        "run.steps=2",
+        "train.lr=1e-5",
+        "train.global_batch_samples=8",
+        "algo.num_generations=4",
+        "train.micro_batch_tokens=256",
+        "algo.kl_coef=0.1",
+        "teacher=reference",
+        "distill=sampled",
+        "logger.rollouts=true",
+        "eval.responses=student",
+    ],
 }
 
 
@@ -52,9 +75,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both jobs have run, in one process."""
     folder = tmp_path_factory.mktemp("grpo")
     world = world_of(folder)
-    jobs = [last_of_each([*world, *keys, f"run.dir={folder / name}"]) for name, keys in JOBS.items()]
+    own = {"talks": [f"model.path={talkative(folder)}"]}
+    jobs = [
+        last_of_each([*world, *keys, *own.get(name, []), f"run.dir={folder / name}"]) for name, keys in JOBS.items()
+    ]
+    jobs = [[key for key in job if key != REWARD or "reward=none" not in job] for job in jobs]
     run_jobs(jobs, folder, timeout=800)
     return folder
+
+
+def talkative(folder: Path) -> Path:
+    """A student that ends most of its turns, which the tiny models of other tests hardly do."""
+    student = save_tiny_llama(folder / "talkative", tied=True, layers=2, heads=2, kv_heads=1, seed=1)
+    weights = load_file(student / "model.safetensors")
+    weights["model.embed_tokens.weight"][END] *= 12
+    save_file(weights, student / "model.safetensors", metadata={"format": "pt"})
+    return student
+
+
+def test_conversations_on_the_real_stack(folder: Path) -> None:
+    """Two turns with an environment that is over then; what went back into the engine is what came out of it, or
+    trainer and sampler would disagree."""
+    metrics = metrics_of(folder / "talks")
+    for step in (1, 2):
+        values = metrics[step]
+        assert 1 < values["environment/turns_mean"] <= 2 and 0 < values["environment/done_share"] <= 1
+        assert values["policy/ratio_max"] == pytest.approx(1, abs=1e-4)
+        assert values["rollout/logprob_gap_max"] < 1e-4 and values["train/grad_norm"] > 0
+        assert values["reward/environment/mean"] == pytest.approx(values["reward/mean"])
+        assert values["environment/observation_tokens_mean"] > 10
+    assert {"eval/reward", "eval/reward/environment", "eval/forward_kl"} <= set(metrics[0]) & set(metrics[2])
+    rows = [json.loads(line) for line in (folder / "talks" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == 16 and 3 in {len(row["turns"]) for row in rows} <= {1, 3}
+    for row in rows:
+        model, between = row["turns"][::2], row["turns"][1::2]
+        assert len(row["logprobs"]) == sum(row["turn_tokens"][::2]) <= 2 * 16
+        if between:
+            assert model[0]["model"].endswith("<|im_end|>")
+            assert between[0]["environment"].startswith("\n<|im_start|>user\nthat was ")
+            assert between[0]["environment"].endswith(" characters<|im_end|>\n<|im_start|>assistant\n")
+    sequences = read(folder / "talks")[2]
+    assert sequences.written is not None and sequences.logprobs is not None
+    assert len(sequences.logprobs) == sequences.written.sum() < len(sequences.written)
 
 
 def test_a_dense_reward_rises(folder: Path) -> None:

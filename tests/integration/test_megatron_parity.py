@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,50 @@ def test_loss_and_step_equal_a_dense_transformers_step(pair: tuple[Path, Path]) 
     for name, parameter in student.named_parameters():
         moved = (parameter.detach() - before[name]).norm()
         assert (stepped[name] - parameter.detach()).norm() <= 1e-3 * moved, name
+
+
+@pytest.mark.parametrize(("micro_batch_tokens", "padding_free"), [(4096, True), (40, True), (4096, False), (60, False)])
+def test_conversations_equal_the_dense_formula_on_masked_rows(
+    pair: tuple[Path, Path], micro_batch_tokens: int, padding_free: bool
+) -> None:
+    """Loss, gradient and held-out divergence of samples of one, two and three turns: whole texts through transformers,
+    rows that predict observations left out, every other one weighed the same."""
+    trainer = fresh_trainer(pair, k=8, beta=0.0)
+    sequences = random_sequences(trainer.student.architecture.vocab, LENGTHS)
+    turns = [[12], [2, 2, 1], [3, 5, 4, 2, 7], [1, 1, 4], [4, 4, 1], [1, 14, 2]]
+    masks = [np.repeat([index % 2 == 0 for index in range(len(one))], one) for one in turns]
+    sequences = replace(sequences, written=np.concatenate(masks))
+    experience = experience_of(sequences, micro_batch_tokens=micro_batch_tokens, padding_free=padding_free)
+    (minibatch,) = experience.minibatches
+    trainer.score(sequences, experience.minibatches)
+    loss = trainer.accumulate_gradients(sequences, minibatch).means()["train/loss"]
+    norm = math.sqrt(sum(float(p.main_grad.double().square().sum()) for p in trainer.student.module.parameters()))
+    kl = trainer.evaluate(sequences, minibatch.plan)["eval/forward_kl"]
+    teachers = trainer.logprobs(sequences, experience.minibatches, 0.7)
+
+    student, teacher = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in pair)
+    total, whole, logprobs = torch.zeros(()), torch.zeros(()), []
+    for tokens, prompt_length, mask in zip(sequences.rows(), sequences.prompt_lengths, masks, strict=True):
+        ids, own = torch.from_numpy(tokens).long(), torch.from_numpy(mask)
+        s = student(ids[None]).logits[0, prompt_length - 1 : -1][own].log_softmax(-1)
+        with torch.no_grad():
+            logits = teacher(ids[None]).logits[0, prompt_length - 1 : -1][own]
+        t = logits.log_softmax(-1)
+        logprobs += (logits / 0.7).log_softmax(-1).gather(1, ids[prompt_length:][own][:, None])[:, 0].tolist()
+        whole = whole + (t.exp() * (t - s)).sum().detach()
+        top = t.topk(8, -1)
+        p = torch.cat([top.values.exp(), 1 - top.values.exp().sum(-1, keepdim=True)], -1)
+        q = s.gather(-1, top.indices).exp()
+        total = total + (p * (p / torch.cat([q, 1 - q.sum(-1, keepdim=True)], -1)).log()).sum()
+    count = sum(sum(one[::2]) for one in turns)
+    (total / count).backward()
+    expected = torch.nn.utils.clip_grad_norm_(student.parameters(), math.inf)
+    assert loss == pytest.approx(total.item() / count, rel=1e-5)
+    assert norm == pytest.approx(expected.item(), rel=1e-4)
+    assert kl == pytest.approx(whole.item() / count, rel=1e-4)
+    assert teachers.tolist() == pytest.approx(logprobs, abs=1e-4)
+    with_observations = trainer.evaluate(replace(sequences, written=None), minibatch.plan)["eval/forward_kl"]
+    assert abs(with_observations / kl - 1) > 1e-3, "they would have made a difference"
 
 
 def test_student_equal_to_teacher_has_no_divergence_and_no_gradient(pair: tuple[Path, Path]) -> None:

@@ -24,7 +24,6 @@ from rlhf.config.teacher import TeacherEngine
 from rlhf.distill.topk import TopKDistill
 from rlhf.errors import MisalignedScores
 from rlhf.losses.rows import TopKScores
-from rlhf.roles.replicas import select
 from rlhf.types import Rollouts, Sequences, offsets_of
 from tests.integration.megatron import end_groups, experience_of, random_sequences, trainer_setup
 from tests.integration.runs import launch, metrics_of, tiny_world
@@ -108,6 +107,11 @@ def test_sampled_log_probabilities_of_transformers(
         minibatches = experience_of(sequences, data_parallel=ranks, micro_batch_tokens=40).minibatches
         found = scorer.logprobs(sequences, minibatches, 0.7).result()
         assert found.dtype == np.float32 and found.tolist() == pytest.approx(expected, abs=1e-4)
+    conversations = replace(sequences, written=np.arange(len(expected)) % 5 < 2)  # observations in every sample
+    minibatches = experience_of(conversations, micro_batch_tokens=40).minibatches
+    found = scorer.logprobs(conversations, minibatches, 0.7).result()
+    own = [value for index, value in enumerate(expected) if index % 5 < 2]
+    assert found.tolist() == pytest.approx(own, abs=1e-4)
     minibatches = experience_of(sequences, micro_batch_tokens=40).minibatches
     colocated = trainer_of(pair, standalone=False, full=False).logprobs(sequences, minibatches, 0.7)
     assert colocated.dtype == np.float32 and colocated.tolist() == pytest.approx(expected, abs=1e-4)
@@ -152,7 +156,7 @@ def test_what_was_begun_before_the_plan_is_part_of_the_answer(scorer: RayScorer,
     whole = by_sample(scored(scorer, sequences)[0], sequences)
     made = Rollouts(0, sequences, np.ones(len(sequences), dtype=bool))
     for rows in ([3, 1], [4]):
-        scorer.begin(select(made, rows).sequences)
+        scorer.begin(made.select(rows).sequences)
     ranks = scored(scorer, sequences, ranks=2)
     assert scorer.begun == []
     plan = experience_of(sequences, data_parallel=2).minibatches[0].plan

@@ -265,3 +265,28 @@ def test_epochs_are_as_many_steps_as_take_every_row(epochs: int, rows: int, batc
     taken = np.concatenate([cursor.take(batch) for _ in range(steps)])
     assert np.bincount(taken, minlength=rows).min() >= epochs
     assert np.bincount(taken[:-batch], minlength=rows).min() < epochs
+
+
+@pytest.mark.parametrize(("padding_free", "multiple"), [(True, 1), (False, 1), (True, 4)])
+def test_rows_of_observations_are_left_out(padding_free: bool, multiple: int) -> None:
+    """Every token is its own position in the batch, so a row's target says which token it predicts."""
+    rng, masks = np.random.default_rng(0), []
+    prompts, after = rng.integers(1, 5, 7), rng.integers(1, 12, 7)
+    for length in after:
+        masks.append(rng.random(length) < 0.6)
+    tokens = iter(np.split(np.arange(1, 1 + (prompts + after).sum()).astype(np.int32), np.cumsum(prompts + after)[:-1]))
+    cuts = [np.split(one, [prompt]) for one, prompt in zip(tokens, prompts, strict=True)]
+    sequences = Sequences.join(np.arange(7), [cut[0] for cut in cuts], [cut[1] for cut in cuts], written=masks)
+    own = [cut[1][mask] for cut, mask in zip(cuts, masks, strict=True)]
+    values = np.concatenate(own)  # what a packed array of R rows would hold
+    plan = plan_batch(
+        sequences.lengths, data_parallel=2, micro_batch_tokens=40, padding_free=padding_free, pad_multiple=multiple
+    )
+    for micro_plan in (micro for rank in plan.ranks for micro in rank):
+        micro = pack(sequences, micro_plan, padding_free=padding_free, pad_multiple=multiple)
+        flat = micro.tokens.reshape(-1)
+        assert micro.targets.tolist() == [token for row in micro_plan.rows for token in own[row]]
+        assert flat[micro.rows + 1].tolist() == micro.targets.tolist(), "each row is the one before its target"
+        assert values[micro.response_index].tolist() == micro.targets.tolist()
+        assert micro.row_counts == tuple(len(own[row]) for row in micro_plan.rows)
+    assert len(token_mean_weights(sequences)) == len(values)

@@ -43,6 +43,7 @@ REQUIRED = {
     "data=hub": ["data.name=a/b"],
     "data=plugin": ["data.function=rows.py:easy"],
     "reward=functions": ["reward.functions=[format]"],
+    "environment=multi_turn": ["environment.name=mine.py:Mine"],
 }
 
 NOT_YET = "is not available yet; what works today:"

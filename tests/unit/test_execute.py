@@ -335,7 +335,7 @@ def test_what_a_sweep_compares_runs_by(tmp_path: Path) -> None:
     measured = {"eval/forward_kl": 0.5, "eval/accuracy": 0.25, "reward/mean": 0.75}
     assert objective_of(run_of(tmp_path), measured) == 0.5
     assert objective_of(run_of(tmp_path), {"eval/accuracy": 0.25}) is None
-    by_reward: Any = SimpleNamespace(reward=FunctionReward())
+    by_reward: Any = SimpleNamespace(rewarded=True)
     assert objective_of(by_reward, measured | {"eval/reward": 0.125}) == 0.125
     assert objective_of(by_reward, {"reward/mean": 0.75, "reward/std": 1.0}) == 0.75
 

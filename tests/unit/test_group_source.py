@@ -22,6 +22,7 @@ from rlhf.data.cursor import TableCursor
 from rlhf.data.table import PromptTable
 from rlhf.roles.doubles import DoubleRewarder, doubles
 from rlhf.sources.ahead import AheadGroupSource, Background
+from rlhf.sources.conversations import Conversations
 from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.groups import GroupSource
 from rlhf.types import Experience, Metrics
@@ -49,6 +50,7 @@ class Bench:
     samples: int = 12
     """Responses of an optimizer step."""
     eval: Eval = field(default_factory=lambda: Eval(samples=0))
+    conversations: Conversations | None = None
 
     def __post_init__(self) -> None:
         self.trainer, self.scorer, self.engine = doubles()
@@ -73,6 +75,7 @@ class Bench:
             total_steps=self.steps,
             report=lambda step, metrics: self.reported.append((step, metrics)),
             rewarder=rewarder,
+            conversations=self.conversations,
         )
         fields: dict[str, Any] = dict(
             trainer=self.trainer,
@@ -91,6 +94,7 @@ class Bench:
             phase=lambda name: None,
             algo=self.algo,
             rewarder=rewarder,
+            conversations=self.conversations,
         )
         return AheadGroupSource(background=Background(), **fields) if self.ahead else GroupSource(**fields)
 

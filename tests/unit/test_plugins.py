@@ -44,8 +44,13 @@ def plugin(folder: Path, body: str, name: str = "mine") -> str:
 
 
 def test_the_names_that_are_taken_are_those_that_exist() -> None:
-    taken = {"preprocessor": tuple(BUILT_IN), "reward": tuple(FACTORIES), "dataset": (), "loss": ()}
-    assert taken == plugins.BUILT_IN
+    assert {
+        "preprocessor": tuple(BUILT_IN),
+        "reward": tuple(FACTORIES),
+        "dataset": (),
+        "loss": (),
+        "environment": (),
+    } == plugins.BUILT_IN
 
 
 # ---- the examples of docs/plugins.md ---------------------------------------------------------------------------------

@@ -51,3 +51,24 @@ def test_a_disk_that_is_full_ends_the_list_and_not_the_run(tmp_path: Path) -> No
     (tmp_path / FILE).mkdir()  # can't be opened, as a full disk can't be written
     assert len(list(recorded([experience(1), experience(2)], tmp_path, tiny_tokenizer(), said.append))) == 2
     assert len(said) == 1 and said[0].startswith("logger.rollouts failed and is off for the rest of the run")
+
+
+def test_conversations_are_written_turn_by_turn_and_read_back(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    texts = ["what is", "the answer", "step by step", "apples"]
+    prompt, first, observation, last = (np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in texts)
+    mask = np.repeat([True, False, True], [len(first), len(observation), len(last)])
+    sequences = Sequences.join(
+        np.array([3, 4]),
+        [prompt, prompt],
+        [np.concatenate([first, observation, last]), last],
+        [np.zeros(len(first) + len(last), dtype=np.float32), np.ones(len(last), dtype=np.float32)],
+        [mask, np.ones(len(last), dtype=bool)],
+    )
+    list(recorded([Experience(step=1, version=0, sequences=sequences, minibatches=())], tmp_path, tokenizer, print))
+    rows = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    assert rows[0]["turns"] == [{"model": texts[1]}, {"environment": texts[2]}, {"model": texts[3]}]
+    assert rows[1]["turns"] == [{"model": texts[3]}] and len(rows[0]["logprobs"]) == mask.sum()
+    found = read(tmp_path)[1]
+    for name, values in vars(sequences).items():
+        assert np.array_equal(getattr(found, name), values), name

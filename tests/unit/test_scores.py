@@ -75,3 +75,15 @@ def test_scores_of_other_tokens_are_refused(change, message: str) -> None:
     broken = change(packed(HiddenScores(torch.randn(5, 4))))
     with pytest.raises(MisalignedScores, match=message):
         list(broken.by_sample(SEQUENCES, "cpu"))
+
+
+def test_rows_of_observations_are_not_scored() -> None:
+    """Of sample 7 the model wrote 10 and 12."""
+    written = np.array([True, False, True, True, True, True])
+    conversations = replace(SEQUENCES, written=written)
+    hidden = torch.randn(4, 4)
+    part = PackedScores.pack(HiddenScores(hidden), [9, 7], [2, 2], np.array([14, 15, 10, 12]))
+    arrived = dict(part.by_sample(conversations, "cpu"))
+    assert torch.equal(arrived[9].hidden, hidden[:2]) and torch.equal(arrived[7].hidden, hidden[2:])
+    with pytest.raises(MisalignedScores, match="3 rows of sample 7 are about other tokens than the 2"):
+        list(packed(HiddenScores(torch.randn(5, 4))).by_sample(conversations, "cpu"))

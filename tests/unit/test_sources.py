@@ -40,7 +40,7 @@ def run_of(kind: type, bench: Bench, **fields: Any) -> list[Experience]:
     live = bench.source()
     common = {field.name: getattr(live, field.name) for field in dataclasses.fields(live)}
     if kind is DatasetSource:
-        del common["engine"], common["rollout"]
+        del common["engine"], common["rollout"], common["conversations"]
         common["evaluator"].engine = None
     experiences = []
     for experience in kind(**common, **fields):
@@ -176,7 +176,7 @@ def test_the_teacher_writes_after_its_own_prompts_and_the_student_reads_it_after
     live = bench.source()
     live.cursor = TableCursor(table, 0, True)
     common = {field.name: getattr(live, field.name) for field in dataclasses.fields(live)}
-    del common["engine"], common["rollout"]
+    del common["engine"], common["rollout"], common["conversations"]
     common["evaluator"].engine = None
     cursor = TableCursor(table, 0, True)
     for experience in DatasetSource(**common, off_policy=TeachersResponses(writer, seed=0)):

@@ -85,3 +85,23 @@ def test_samples_are_selected_with_what_belongs_to_them() -> None:
     assert chosen.sequences.prompt_lengths.tolist() == [1, 2]
     assert chosen.sequences.logprobs is not None and chosen.sequences.logprobs.tolist() == [-3, -1, -2]
     assert sequences().select([2]).logprobs is None
+
+
+def test_a_conversation_knows_its_turns() -> None:
+    """Prompt 1; model 2 3, observation 4, model 5. Prompt 6 7; model 8."""
+    sequences = Sequences.join(
+        np.array([10, 11]),
+        [np.array([1], dtype=np.int32), np.array([6, 7], dtype=np.int32)],
+        [np.array([2, 3, 4, 5], dtype=np.int32), np.array([8], dtype=np.int32)],
+        [np.array([-2, -3, -5], dtype=np.float32), np.array([-8], dtype=np.float32)],
+        [np.array([True, True, False, True]), np.array([True])],
+    )
+    assert sequences.continuation_lengths.tolist() == [4, 1] and sequences.response_lengths.tolist() == [3, 1]
+    assert sequences.response_offsets.tolist() == [0, 3, 4]
+    assert [[turn.tolist() for turn in turns] for turns in sequences.turns()] == [[[2, 3], [4], [5]], [[8]]]
+    turned = sequences.select([1, 0, 1])
+    assert turned.written is not None and turned.written.tolist() == [True, True, True, False, True, True]
+    assert turned.logprobs is not None and turned.logprobs.tolist() == [-8, -2, -3, -5, -8]
+    assert turned.response_lengths.tolist() == [1, 3, 1]
+    plain = Sequences.join(np.arange(1), [sequences.tokens[:1]], [sequences.tokens[1:5]])
+    assert plain.written is None and plain.masks() == [None] and len(next(plain.turns())) == 1

@@ -103,12 +103,12 @@ class VllmScorer:
             pooling_task="token_embed",
             use_tqdm=False,
         )
-        hidden, targets = [], []
+        hidden, targets, masks = [], [], sequences.masks()
         for sample, ids, output in zip(samples, tokens, outputs, strict=True):
             every_row = output.outputs.data
             if len(every_row) != len(ids) or list(output.prompt_token_ids) != ids.tolist():
                 raise MisalignedScores(f"vLLM returned {len(every_row)} hidden rows for {len(ids)} tokens")
-            rows = response_rows(len(ids), int(sequences.prompt_lengths[sample]))
+            rows = response_rows(len(ids), int(sequences.prompt_lengths[sample]), masks[sample])
             hidden.append(
                 every_row[torch.from_numpy(rows).to(every_row.device)].to(self.dtype)
             )  # vLLM hands them out in float32
