@@ -15,7 +15,7 @@ from rlhf.config.reward import FunctionReward
 from rlhf.config.run import Run
 from rlhf.errors import ConfigError, RewardError, nearest, one_line
 from rlhf.rewards.functions import RESERVED, Signature, function_name
-from rlhf.rewards.pool import Failure, Task, WorkerPool
+from rlhf.rewards.pool import Failure, Task, WorkerPool, stopped
 from rlhf.rewards.worker import Call, Setup
 from rlhf.types import ROW, Metrics, Rewards, Sequences
 
@@ -101,17 +101,21 @@ class FunctionRewarder:
         self.weights = spec.weights or [1.0] * len(self.names)
         self.pool = WorkerPool(setup_of(spec, plugins), spec.processes, spec.timeout_s)
         self._closed = False
+        self._lock = threading.Lock()
         self._told = 0
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="rewards", daemon=True)
         self._thread.start()
 
     def score(self, sequences: Sequences, rows: Sequence[Mapping[str, Any]]) -> Future[Rewards]:
-        """See `Rewarder.score`."""
+        """See `Rewarder.score`. After `close` the future raises RewardError."""
         assert len(rows) == len(sequences), "a row for each response"
-        assert not self._closed, "closed"
         future: Future[Rewards] = Future()
-        self._jobs.put((future, sequences, rows))
+        with self._lock:  # otherwise a job might come after the None of `close`, and nobody would do it
+            if self._closed:
+                future.set_exception(stopped())
+            else:
+                self._jobs.put((future, sequences, rows))
         return future
 
     def metrics(self) -> Metrics:
@@ -121,11 +125,11 @@ class FunctionRewarder:
 
     def close(self) -> None:
         """End the processes, whatever they are doing. Who waits for a result gets a RewardError. Safe to call again."""
-        if self._closed:
-            return
-        self._closed = True
-        self.pool.stop()
-        self._jobs.put(None)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.pool.stop()
+                self._jobs.put(None)
         self._thread.join()
 
     def _work(self) -> None:
@@ -137,6 +141,11 @@ class FunctionRewarder:
                 except BaseException as error:  # for whoever waits for the result
                     future.set_exception(error)
         finally:
+            with self._lock:
+                self._closed = True
+            while not self._jobs.empty():
+                if (job := self._jobs.get()) is not None:
+                    job[0].set_exception(stopped())
             self.pool.close()
 
     def _score(self, sequences: Sequences, rows: Sequence[Mapping[str, Any]]) -> Rewards:
