@@ -22,7 +22,6 @@ from rlhf.config.run import MOST_STEPS, Run
 from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher
 from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import Needs
-from rlhf.data.table import PromptTable
 from rlhf.distill.user_loss import UserLoss
 from rlhf.errors import ConfigError, ModelError
 from rlhf.memory import check_cache, check_memory, longest_sample
@@ -49,6 +48,8 @@ class Inputs:
     """What ends a response that the teacher writes: its own end-of-sequence tokens as well; () where it writes none."""
     adapter: Adapter | None = None
     """The student's LoRA adapter; None: every weight is trained."""
+    warnings: tuple[str, ...] = ()
+    """What may turn out to be wrong while the run goes on."""
 
     @property
     def base_teaches(self) -> bool:
@@ -103,8 +104,9 @@ def check_inputs(run: Run) -> Inputs:
         loss = UserLoss.of(run.distill.loss, run.plugins)
         if loss is not None:
             loss.check()
+    warnings: list[str] = []
     if isinstance(run.reward, FunctionReward):
-        check_rewards(run.reward, some_columns(dataset), run.plugins)
+        warnings = check_reward_functions(run.reward, dataset, run.plugins)
     if run.eval.accuracy and not can_be_verified(dataset):
         raise ConfigError(
             "eval.accuracy=true needs held-out rows with a verifier, which data=reasoning_gym has; use "
@@ -120,6 +122,7 @@ def check_inputs(run: Run) -> Inputs:
         _steps(run, dataset),
         teacher_stops,
         adapter,
+        tuple(warnings),
     )
 
 
@@ -129,11 +132,11 @@ def name_of_base(run: Run, student: Path) -> str:
     return run.model.path.removeprefix("hf://") if on_hub else str(student)
 
 
-def some_columns(dataset: Dataset) -> Sequence[dict[str, Any]]:
-    """The columns of all rows to train on; of a stream, those of its first row."""
-    if isinstance(dataset.train, PromptTable):
-        return dataset.train.columns
-    return dataset.cursor(0, False, lambda row: None).take(1).table.columns
+def check_reward_functions(spec: FunctionReward, dataset: Dataset, plugins: list[str]) -> list[str]:
+    """Whether they can be loaded, and the rows have what they need; see `rewards.build.check`."""
+    trained_on, are_all = dataset.train_column_names()
+    held_out = dataset.held_out.column_names if len(dataset.held_out) else None
+    return check_rewards(spec, trained_on, plugins, held_out, are_all)
 
 
 def can_be_verified(dataset: Dataset) -> bool:

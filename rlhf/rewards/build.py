@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -58,14 +58,28 @@ def setup_of(spec: FunctionReward, plugins: list[str]) -> Setup:
     return Setup(list(sys.path), plugins, list(zip(spec.functions, options, strict=True)))
 
 
-def check(spec: FunctionReward, rows: Sequence[Mapping[str, Any]], plugins: list[str]) -> None:
+def check(
+    spec: FunctionReward,
+    names: Collection[str],
+    plugins: list[str],
+    held_out: Collection[str] | None = None,
+    are_all: bool = True,
+) -> list[str]:
     """Load the functions, in a process of their own, and compare what they need with the data's columns.
 
     No function is called: a call may cost something, or leave traces.
 
+    Args:
+        names: columns of the rows to train on.
+        held_out: columns of the held-out rows; None: there are no such rows.
+        are_all: whether no row to train on has other columns than `names`.
+
+    Returns:
+        Warnings: columns that rows to train on may have or not.
+
     Raises:
-        ConfigError: a function that doesn't exist, can't be imported, doesn't take its options, or needs a column that
-            no row has.
+        ConfigError: a function that doesn't exist, can't be imported, doesn't take its options, has an option of the
+            name of a column that it would be given, or needs a column that no row has.
     """
     pool = WorkerPool(setup_of(spec, plugins), 1, spec.timeout_s)
     try:
@@ -77,19 +91,41 @@ def check(spec: FunctionReward, rows: Sequence[Mapping[str, Any]], plugins: list
             f"reward.chunk_rows={spec.chunk_rows} has no effect on built-in functions, which judge each completion "
             "alone; leave reward.chunk_rows=null"
         )
-    columns = sorted({str(column) for row in rows for column in row} - {ROW})
-    if taken := [column for column in columns if column in RESERVED]:
+    columns = {*names, *(held_out or ())} - {ROW}
+    if taken := sorted(columns & set(RESERVED)):
         raise ConfigError(
             f"the data's column '{taken[0]}' has the name of what every reward function is given; rename it, e.g. with "
             "data.preprocessor"
         )
+    for name, signature in zip(names_of(spec), signatures, strict=True):
+        both = sorted(columns & set(spec.options.get(name, {})))
+        if both and signature.everything and not signature.rowwise:
+            raise ConfigError(
+                f"reward.options.{name}.{both[0]} has the name of a column of the data, which {name} gets by its "
+                "**columns, too; rename one of them"
+            )
+    warnings = []
     for name, signature in zip(spec.functions, signatures, strict=True):
         for column in signature.required:
-            if column not in columns:
-                raise ConfigError(
-                    f"reward.functions={name} needs a column '{column}', which the data doesn't have"
-                    f"{nearest(column, columns)}; there are {', '.join([*RESERVED, *columns])}"
-                )
+            if column not in names:
+                lacking = _lacking(name, column, set(names) - {ROW}, "the data doesn't have" if are_all else READ_FIRST)
+                if are_all:
+                    raise ConfigError(lacking)
+                warnings.append(lacking)
+            if held_out is not None and column not in held_out:
+                raise ConfigError(_lacking(name, column, set(held_out) - {ROW}, "no held-out row has"))
+    return warnings
+
+
+READ_FIRST = "none of the stream's first rows has; rows without it give None"
+
+
+def _lacking(function: str, column: str, columns: Collection[str], which: str) -> str:
+    there = sorted(columns)
+    return (
+        f"reward.functions={function} needs a column '{column}', which {which}{nearest(column, there)}; "
+        f"there are {', '.join([*RESERVED, *there])}"
+    )
 
 
 class FunctionRewarder:
@@ -181,8 +217,11 @@ class FunctionRewarder:
 
     def _tasks(self, number: int, signature: Signature, columns: dict[str, list[Any]]) -> list[Task]:
         """The calls of one function."""
+        options = self.spec.options.get(self.names[number], {}) if not signature.rowwise else {}
         wanted = {
-            name: values for name, values in columns.items() if signature.everything or name in signature.parameters
+            name: values
+            for name, values in columns.items()
+            if name in signature.parameters or (signature.everything and name not in options)
         }
         count = len(columns["completions"])
         for name in signature.required:  # that no row of this batch has
