@@ -276,11 +276,12 @@ def test_two_workers_that_die_at_once_are_one_failure(file: Path, monkeypatch: p
 
 
 def test_what_is_asked_around_the_end_gets_an_answer(file: Path) -> None:
-    with rewarder(FunctionReward(functions=[f"{file}:lengths"])) as made:
+    with rewarder(FunctionReward(functions=[f"{file}:hangs"])) as made:
+        waiting = made.score(batch(["bad"]), [{}])
         made._jobs.put(None)
         late = made.score(batch(["a"]), [{}])
     after = made.score(batch(["a"]), [{}])
-    for future in (late, after):
+    for future in (waiting, late, after):
         with pytest.raises(RewardError, match="the reward functions were stopped"):
             future.result(timeout=10)
     made.close()
