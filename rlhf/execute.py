@@ -354,6 +354,8 @@ def report_data(inputs: Inputs, folder: Path, log: MetricLog) -> None:
     """Say what became of the rows; list the bad ones in a file."""
     statistics, bad_rows = inputs.dataset.statistics, inputs.dataset.bad_rows
     log.log(0, statistics)
+    for warning in inputs.warnings:
+        log.warn(warning)
     if bad_rows:
         listing = folder / BAD_ROWS
         listing.write_text("".join(f"{row}\n" for row in bad_rows), encoding="utf-8")

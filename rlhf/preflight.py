@@ -23,7 +23,6 @@ from rlhf.config.run import MOST_STEPS, Run
 from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher
 from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import Needs
-from rlhf.data.table import PromptTable
 from rlhf.data.turns import TurnMarkup, find_markup
 from rlhf.distill.user_loss import UserLoss
 from rlhf.environments.pool import check as check_environment
@@ -54,6 +53,8 @@ class Inputs:
     """The student's LoRA adapter; None: every weight is trained."""
     markup: TurnMarkup | None = None
     """How the chat template goes on after a turn of the model; None where there is one turn."""
+    warnings: tuple[str, ...] = ()
+    """What may turn out to be wrong while the run goes on."""
 
     @property
     def base_teaches(self) -> bool:
@@ -111,10 +112,12 @@ def check_inputs(run: Run) -> Inputs:
         loss = UserLoss.of(run.distill.loss, run.plugins)
         if loss is not None:
             loss.check()
+    warnings: list[str] = []
     if isinstance(run.reward, FunctionReward):
-        check_rewards(run.reward, some_columns(dataset), run.plugins)
+        warnings = check_reward_functions(run.reward, dataset, run.plugins)
     if isinstance(run.environment, MultiTurn):
-        check_environment(run.environment, some_columns(dataset), run.plugins)
+        names, _ = dataset.train_column_names()
+        check_environment(run.environment, names, run.plugins)
     if run.eval.accuracy and not can_be_verified(dataset):
         raise ConfigError(
             "eval.accuracy=true needs held-out rows with a verifier, which data=reasoning_gym has; use "
@@ -131,6 +134,7 @@ def check_inputs(run: Run) -> Inputs:
         teacher_stops,
         adapter,
         markup,
+        tuple(warnings),
     )
 
 
@@ -140,11 +144,11 @@ def name_of_base(run: Run, student: Path) -> str:
     return run.model.path.removeprefix("hf://") if on_hub else str(student)
 
 
-def some_columns(dataset: Dataset) -> Sequence[dict[str, Any]]:
-    """The columns of all rows to train on; of a stream, those of its first row."""
-    if isinstance(dataset.train, PromptTable):
-        return dataset.train.columns
-    return dataset.cursor(0, False, lambda row: None).take(1).table.columns
+def check_reward_functions(spec: FunctionReward, dataset: Dataset, plugins: list[str]) -> list[str]:
+    """Whether they can be loaded, and the rows have what they need; see `rewards.build.check`."""
+    trained_on, are_all = dataset.train_column_names()
+    held_out = dataset.held_out.column_names if len(dataset.held_out) else None
+    return check_rewards(spec, trained_on, plugins, held_out, are_all)
 
 
 def can_be_verified(dataset: Dataset) -> bool:

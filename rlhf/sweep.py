@@ -127,7 +127,7 @@ def _order(jobs: Sequence[Job]) -> Callable[[Job], tuple[bool, float, int]]:
 
 
 def _title(name: str) -> str:
-    return name.removeprefix("eval/").replace("reward/mean", "reward")
+    return "train reward" if name == "reward/mean" else name.removeprefix("eval/")
 
 
 def _number(value: float | None) -> str:

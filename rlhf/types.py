@@ -214,20 +214,6 @@ class Rewards:
     parts: Mapping[str, Float32[np.ndarray, " n"]]
     """Each function's own rewards, by its name, not weighted. NaN where a function doesn't apply."""
 
-    def metrics(self) -> Metrics:
-        """Mean and spread of the total; of each function the mean, and over which share of the responses, if not all.
-
-        Example: `{"reward/mean": 0.5, "reward/std": 0.5, "reward/math_verify": 0.5, "reward/code_applies": 0.25, ...}`.
-        """
-        found = {"reward/mean": float(self.total.mean()), "reward/std": float(self.total.std())}
-        for name, part in self.parts.items():
-            applies = np.isfinite(part)
-            if applies.any():
-                found[f"reward/{name}"] = float(part[applies].mean())
-            if not applies.all():
-                found[f"reward/{name}_applies"] = float(applies.mean())
-        return found
-
 
 @dataclass(frozen=True)
 class MicroBatchPlan:

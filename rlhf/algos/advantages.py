@@ -73,19 +73,34 @@ def kl_penalty(
 
 def describe_rewards(rewards: Rewards, group: int) -> Metrics:
     """reward/mean, reward/std (unbiased, over all responses), reward/zero_variance_share (of the groups), and
-    reward/NAME/mean and reward/NAME/std of each function."""
-    metrics = {
-        **_mean_and_std("reward", rewards.total),
+    reward/NAME/mean, reward/NAME/std and reward/NAME_applies of each function, see `describe_functions`."""
+    return {
+        "reward/mean": float(rewards.total.mean(dtype=np.float64)),
+        "reward/std": float(rewards.total.std(ddof=1, dtype=np.float64)),
         "reward/zero_variance_share": float(uniform_groups(rewards.total, group).mean()),
+        **describe_functions(rewards, "reward/{}/mean", "reward/{}/std"),
     }
-    for name, values in rewards.parts.items():
-        metrics |= _mean_and_std(f"reward/{name}", values)
+
+
+def describe_functions(rewards: Rewards, mean: str, std: str | None = None) -> Metrics:
+    """Of each function, over the responses it applies to: the mean, and the unbiased standard deviation; left out where
+    there are too few for them. `reward/NAME_applies` is their share, where it isn't 1.
+
+    Args:
+        mean: what the mean is called, `{}` being the function, e.g. `reward/{}/mean`.
+        std: the same of the standard deviation; None: it isn't told.
+    """
+    metrics: Metrics = {}
+    for name, part in rewards.parts.items():
+        values = part[np.isfinite(part)].astype(np.float64)
+        if len(values) > 0:
+            metrics[mean.format(name)] = float(values.mean())
+        if len(values) > 1 and std is not None:
+            metrics[std.format(name)] = float(values.std(ddof=1))
+        if len(values) < len(part):
+            applies = mean.partition("{}")[0] + f"{name}_applies"
+            metrics[applies] = len(values) / len(part)
     return metrics
-
-
-def _mean_and_std(name: str, values: Float[np.ndarray, " n"]) -> Metrics:
-    wide = np.asarray(values, dtype=np.float64)
-    return {f"{name}/mean": float(wide.mean()), f"{name}/std": float(wide.std(ddof=1))}
 
 
 def select_rewards(rewards: Rewards, rows: list[int]) -> Rewards:

@@ -40,6 +40,15 @@ class Dataset:
         """Usable rows to train on; None for a stream that wasn't read through."""
         return self.train.rows if isinstance(self.train, RowStream) else len(self.train)
 
+    def train_column_names(self) -> tuple[frozenset[str], bool]:
+        """Of the rows to train on, besides what is tokenised; and whether there are no others, which isn't known of a
+        stream that wasn't read through: then those of its first rows."""
+        if isinstance(self.train, PromptTable):
+            return self.train.column_names, True
+        if self.train.column_names is not None:
+            return self.train.column_names, True
+        return self.train.first_column_names(), False
+
     def cursor(self, seed: int, shuffle: bool, on_bad_row: Callable[[BadRow], None]) -> Cursor:
         """At the first row. `on_bad_row` is told the rows that are left out while training."""
         if isinstance(self.train, RowStream):
@@ -127,10 +136,11 @@ def _load_stream(
     of_held_out = needs if eval_source is None else replace(needs, response=False)
     held_out, bad, read = first_rows(eval_source or source, eval_samples, tokenizer, spec, need_response, of_held_out)
     skip = read if eval_source is None else 0
-    rows = None
+    rows = names = None
     statistics: Metrics = {}
     if spec.on_bad_row is OnBadRow.error:
-        found = survey(source, tokenizer, spec, BadRows(), needs)
+        found = survey(source, tokenizer, spec, BadRows(), needs, skip)
+        names = frozenset(found.column_names)
         found.bad.add(row for row in bad if eval_source is not None or row.reason == NO_RESPONSE)
         if found.bad.count:
             raise DataError(bad_rows_message(found.bad, found.rows + (read if eval_source is not None else 0)))
@@ -143,7 +153,7 @@ def _load_stream(
             "data/teacher_prompt_rows": float(found.teacher_prompts),
         }
     _require_held_out(len(held_out), eval_samples, bad)
-    stream = RowStream(source, tokenizer, spec, skip, rows, needs)
+    stream = RowStream(source, tokenizer, spec, skip, rows, needs, names)
     require_usable(stream)
     statistics |= {"data/held_out_rows": float(len(held_out)), "data/bad_rows": float(len(bad))}
     return Dataset(stream, held_out, bad, statistics)

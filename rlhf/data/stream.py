@@ -11,7 +11,7 @@ from typing import Any
 from rlhf.config.data import DataCommon, RowsData
 from rlhf.data.bad_rows import BadRows
 from rlhf.data.raw import RowSource
-from rlhf.data.read import Chunk, Numbered, read_chunks, read_rows
+from rlhf.data.read import CHUNK, Chunk, Numbered, read_chunks, read_rows
 from rlhf.data.rows import NOTHING_MORE, BadRow, Needs
 from rlhf.data.table import PromptTable, concatenate
 from rlhf.data.tokenise import check_refusals
@@ -32,6 +32,8 @@ class RowStream:
     rows: int | None
     """How many usable ones there are; None where they weren't counted."""
     needs: Needs = NOTHING_MORE
+    column_names: frozenset[str] | None = None
+    """Of the usable rows; None where they weren't all read."""
 
     def numbered(self) -> Iterator[Numbered]:
         """One pass."""
@@ -41,6 +43,10 @@ class RowStream:
     def read(self, rows: list[Numbered]) -> Chunk:
         """Check and tokenise some of them."""
         return read_rows(rows, self.tokenizer, self.spec, self.needs)
+
+    def first_column_names(self) -> frozenset[str]:
+        """Those of the first chunk of rows: later ones may have others."""
+        return self.read(list(itertools.islice(self.numbered(), CHUNK))).table.column_names
 
 
 def require_usable(stream: RowStream) -> None:
@@ -77,9 +83,13 @@ class Survey:
     """Rows that have one."""
     rows: int = 0
     """Bad ones included."""
+    column_names: set[str] = field(default_factory=set)
+    """Of the usable rows, see `PromptTable.columns`; without those of the first `skip` rows."""
 
 
-def survey(source: RowSource, tokenizer: Any, spec: DataCommon, bad: BadRows, needs: Needs = NOTHING_MORE) -> Survey:
+def survey(
+    source: RowSource, tokenizer: Any, spec: DataCommon, bad: BadRows, needs: Needs = NOTHING_MORE, skip: int = 0
+) -> Survey:
     """Read, check and tokenise every row, and keep none. The bad ones are added to `bad`.
 
     Raises:
@@ -92,6 +102,9 @@ def survey(source: RowSource, tokenizer: Any, spec: DataCommon, bad: BadRows, ne
         found.response_lengths.extend(chunk.table.response_lengths.tolist())
         found.truncated += int(chunk.table.truncated.sum())
         found.teacher_prompts += int((chunk.table.teacher_lengths > 0).sum())
+        for number, columns in zip(chunk.numbers, chunk.table.columns, strict=True):
+            if number >= skip:
+                found.column_names.update(map(str, columns))
         found.bad.add(chunk.bad)
         found.rows += len(chunk.numbers) + len(chunk.bad)
         if not found.prompt_lengths:

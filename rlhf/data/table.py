@@ -52,6 +52,11 @@ class PromptTable:
         """0: no prompt of the teacher's own."""
         return np.diff(self.teacher_offsets)
 
+    @property
+    def column_names(self) -> frozenset[str]:
+        """Of `columns`, over all rows."""
+        return frozenset(str(name) for row in self.columns for name in row)
+
     def prompt(self, row: int) -> Int32[np.ndarray, " t"]:
         """The tokens of one prompt, as a view."""
         return self.tokens[self.offsets[row] : self.offsets[row + 1]]

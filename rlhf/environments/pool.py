@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import wait
 from typing import Any
@@ -32,7 +32,7 @@ def setup_of(spec: MultiTurn, plugins: list[str]) -> Setup:
     return Setup(list(sys.path), plugins, spec.name, dict(spec.options))
 
 
-def check(spec: MultiTurn, rows: Sequence[Mapping[str, Any]], plugins: list[str]) -> None:
+def check(spec: MultiTurn, column_names: Iterable[str], plugins: list[str]) -> None:
     """Load the class, in a process of its own, and compare what `reset` needs with the data's columns.
 
     Raises:
@@ -44,7 +44,7 @@ def check(spec: MultiTurn, rows: Sequence[Mapping[str, Any]], plugins: list[str]
         signature = begun(process, spec)
     finally:
         process.kill()
-    columns = sorted({str(column) for row in rows for column in row} - {ROW})
+    columns = sorted({*column_names} - {ROW})
     if taken := [column for column in columns if column in RESERVED]:
         raise ConfigError(
             f"the data's column '{taken[0]}' has the name of what every environment is given; rename it, e.g. with "

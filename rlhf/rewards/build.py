@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from rlhf.config.reward import FunctionReward
 from rlhf.config.run import Run
 from rlhf.errors import ConfigError, RewardError, nearest, one_line
 from rlhf.rewards.functions import RESERVED, Signature, function_name
-from rlhf.rewards.pool import Failure, Task, WorkerPool
+from rlhf.rewards.pool import Failure, Task, WorkerPool, stopped
 from rlhf.rewards.worker import Call, Setup
 from rlhf.types import ROW, Metrics, Rewards, Sequences
 
@@ -58,14 +58,28 @@ def setup_of(spec: FunctionReward, plugins: list[str]) -> Setup:
     return Setup(list(sys.path), plugins, list(zip(spec.functions, options, strict=True)))
 
 
-def check(spec: FunctionReward, rows: Sequence[Mapping[str, Any]], plugins: list[str]) -> None:
+def check(
+    spec: FunctionReward,
+    names: Collection[str],
+    plugins: list[str],
+    held_out: Collection[str] | None = None,
+    are_all: bool = True,
+) -> list[str]:
     """Load the functions, in a process of their own, and compare what they need with the data's columns.
 
     No function is called: a call may cost something, or leave traces.
 
+    Args:
+        names: columns of the rows to train on.
+        held_out: columns of the held-out rows; None: there are no such rows.
+        are_all: whether no row to train on has other columns than `names`.
+
+    Returns:
+        Warnings: columns that rows to train on may have or not.
+
     Raises:
-        ConfigError: a function that doesn't exist, can't be imported, doesn't take its options, or needs a column that
-            no row has.
+        ConfigError: a function that doesn't exist, can't be imported, doesn't take its options, has an option of the
+            name of a column that it would be given, or needs a column that no row has.
     """
     pool = WorkerPool(setup_of(spec, plugins), 1, spec.timeout_s)
     try:
@@ -77,19 +91,41 @@ def check(spec: FunctionReward, rows: Sequence[Mapping[str, Any]], plugins: list
             f"reward.chunk_rows={spec.chunk_rows} has no effect on built-in functions, which judge each completion "
             "alone; leave reward.chunk_rows=null"
         )
-    columns = sorted({str(column) for row in rows for column in row} - {ROW})
-    if taken := [column for column in columns if column in RESERVED]:
+    columns = {*names, *(held_out or ())} - {ROW}
+    if taken := sorted(columns & set(RESERVED)):
         raise ConfigError(
             f"the data's column '{taken[0]}' has the name of what every reward function is given; rename it, e.g. with "
             "data.preprocessor"
         )
+    for name, signature in zip(names_of(spec), signatures, strict=True):
+        both = sorted(columns & set(spec.options.get(name, {})))
+        if both and signature.everything and not signature.rowwise:
+            raise ConfigError(
+                f"reward.options.{name}.{both[0]} has the name of a column of the data, which {name} gets by its "
+                "**columns, too; rename one of them"
+            )
+    warnings = []
     for name, signature in zip(spec.functions, signatures, strict=True):
         for column in signature.required:
-            if column not in columns:
-                raise ConfigError(
-                    f"reward.functions={name} needs a column '{column}', which the data doesn't have"
-                    f"{nearest(column, columns)}; there are {', '.join([*RESERVED, *columns])}"
-                )
+            if column not in names:
+                lacking = _lacking(name, column, set(names) - {ROW}, "the data doesn't have" if are_all else READ_FIRST)
+                if are_all:
+                    raise ConfigError(lacking)
+                warnings.append(lacking)
+            if held_out is not None and column not in held_out:
+                raise ConfigError(_lacking(name, column, set(held_out) - {ROW}, "no held-out row has"))
+    return warnings
+
+
+READ_FIRST = "none of the stream's first rows has; rows without it give None"
+
+
+def _lacking(function: str, column: str, columns: Collection[str], which: str) -> str:
+    there = sorted(columns)
+    return (
+        f"reward.functions={function} needs a column '{column}', which {which}{nearest(column, there)}; "
+        f"there are {', '.join([*RESERVED, *there])}"
+    )
 
 
 class FunctionRewarder:
@@ -101,17 +137,21 @@ class FunctionRewarder:
         self.weights = spec.weights or [1.0] * len(self.names)
         self.pool = WorkerPool(setup_of(spec, plugins), spec.processes, spec.timeout_s)
         self._closed = False
+        self._lock = threading.Lock()
         self._told = 0
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="rewards", daemon=True)
         self._thread.start()
 
     def score(self, sequences: Sequences, rows: Sequence[Mapping[str, Any]]) -> Future[Rewards]:
-        """See `Rewarder.score`."""
+        """See `Rewarder.score`. After `close` the future raises RewardError."""
         assert len(rows) == len(sequences), "a row for each response"
-        assert not self._closed, "closed"
         future: Future[Rewards] = Future()
-        self._jobs.put((future, sequences, rows))
+        with self._lock:  # otherwise a job might come after the None of `close`, and nobody would do it
+            if self._closed:
+                future.set_exception(stopped())
+            else:
+                self._jobs.put((future, sequences, rows))
         return future
 
     def metrics(self) -> Metrics:
@@ -121,11 +161,11 @@ class FunctionRewarder:
 
     def close(self) -> None:
         """End the processes, whatever they are doing. Who waits for a result gets a RewardError. Safe to call again."""
-        if self._closed:
-            return
-        self._closed = True
-        self.pool.stop()
-        self._jobs.put(None)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.pool.stop()
+                self._jobs.put(None)
         self._thread.join()
 
     def _work(self) -> None:
@@ -137,6 +177,11 @@ class FunctionRewarder:
                 except BaseException as error:  # for whoever waits for the result
                     future.set_exception(error)
         finally:
+            with self._lock:
+                self._closed = True
+            while not self._jobs.empty():
+                if (job := self._jobs.get()) is not None:
+                    job[0].set_exception(stopped())
             self.pool.close()
 
     def _score(self, sequences: Sequences, rows: Sequence[Mapping[str, Any]]) -> Rewards:
@@ -170,8 +215,11 @@ class FunctionRewarder:
 
     def _tasks(self, number: int, signature: Signature, columns: dict[str, list[Any]]) -> list[Task]:
         """The calls of one function."""
+        options = self.spec.options.get(self.names[number], {}) if not signature.rowwise else {}
         wanted = {
-            name: values for name, values in columns.items() if signature.everything or name in signature.parameters
+            name: values
+            for name, values in columns.items()
+            if name in signature.parameters or (signature.everything and name not in options)
         }
         count = len(columns["completions"])
         for name in signature.required:  # that no row of this batch has

@@ -43,6 +43,11 @@ class Failure(Exception):
     index: int | None
 
 
+def stopped() -> RewardError:
+    """For who waits for a result that won't come, since the run ends."""
+    return RewardError("the reward functions were stopped")
+
+
 class Worker(UserProcess):
     """One process and what it is busy with."""
 
@@ -143,8 +148,9 @@ class WorkerPool:
                 self._end(worker)
 
     def _end(self, worker: Worker) -> None:
-        self.workers.remove(worker)
-        worker.kill()
+        if worker in self.workers:  # `_await` has ended those that died, of which `run` may tell only the first
+            self.workers.remove(worker)
+            worker.kill()
 
     def _used(self, task: Task, answer: list[float | None] | Failed) -> list[float | None]:
         if not isinstance(answer, Failed):
@@ -160,7 +166,7 @@ class WorkerPool:
         sources = {worker.connection: worker for worker in workers}
         ready = wait([*sources, self._woken], max(0.0, nearest - time.monotonic()))
         if self._stopped:
-            raise RewardError("the reward functions were stopped")
+            raise stopped()
         answers = []
         for worker in workers[:]:
             if worker.connection in ready:

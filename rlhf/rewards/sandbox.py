@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,8 +26,8 @@ import psutil
 from rlhf.processes import adopt_orphans
 
 HARNESS = Path(__file__).with_name("harness.py")
-MOST_OUTPUT = 1 << 16
-"""Bytes of what the tests' process reports that are read."""
+CHUNK = 1 << 16
+"""Bytes that are read at once of what the tests' process reports."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def passed(program: str, tests: list[str], limits: Limits) -> int:
     secret = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="rlhf_code_", ignore_cleanup_errors=True) as folder:
         reading, writing = os.pipe()
-        with open(reading, "rb") as reports:
+        with Reports(reading, secret) as reports:
             process = subprocess.Popen(
                 [sys.executable, "-I", str(HARNESS), str(os.getpid()), str(writing)],
                 stdin=subprocess.PIPE,
@@ -74,9 +75,32 @@ def passed(program: str, tests: list[str], limits: Limits) -> int:
                     process.communicate(json.dumps(job).encode(), timeout=limits.timeout_s)
             finally:
                 end(process, others)
-            os.set_blocking(reading, False)
-            said = reports.read(MOST_OUTPUT) or b""
-    return min(len(tests), said.decode(errors="replace").splitlines().count(secret))
+    return min(len(tests), reports.count)
+
+
+class Reports:
+    """Counts the lines that are the secret, as they come: a pipe that nobody reads is full after 64 KiB. Whatever else
+    a program writes there is dropped. Leave it once who may write is gone; nobody else is waited for long."""
+
+    def __init__(self, reading: int, secret: str) -> None:
+        self.reading, self.line = reading, secret.encode()
+        self.count = 0
+        self._thread = threading.Thread(target=self._read, name="reports", daemon=True)
+
+    def __enter__(self) -> Reports:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._thread.join(5.0)
+
+    def _read(self) -> None:
+        rest = b""
+        with open(self.reading, "rb", buffering=0) as pipe:
+            while more := pipe.read(CHUNK):
+                *lines, rest = (rest + more).split(b"\n")
+                self.count += lines.count(self.line)
+                rest = rest[-CHUNK:]  # of a line without an end
 
 
 def end(process: subprocess.Popen[bytes], others: list[psutil.Process]) -> None:

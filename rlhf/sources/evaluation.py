@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlhf.algos.advantages import describe_functions
 from rlhf.batching import plan_batch, plan_on_ranks
 from rlhf.config.run import Eval, EvalResponses
 from rlhf.config.train import Train
@@ -43,7 +44,8 @@ class Evaluator:
     solves: Callable[[np.ndarray, int], bool] | None = None
     """Whether a completion, as token ids, solves the exercise of a held-out row; None: nobody can tell."""
     rewarder: Rewarder | None = None
-    """Rewards greedy completions of the held-out rows: eval/reward, and eval/reward/NAME of each function."""
+    """Rewards greedy completions of the held-out rows: eval/reward, and eval/reward/NAME of each function (the
+    mean over those that it applies to, and eval/reward/NAME_applies)."""
     conversations: Conversations | None = None
     """None: a completion is one response. Otherwise the environment's rewards are eval/reward/environment."""
     results: dict[int, Metrics] = field(default_factory=dict)
@@ -99,8 +101,10 @@ class Evaluator:
         asked = rewarded(of_functions, rollouts, self.conversations)
         if asked is not None:
             rewards = asked.result()
-            found["eval/reward"] = float(np.mean(rewards.total))
-            found |= {f"eval/reward/{name}": float(np.mean(values)) for name, values in rewards.parts.items()}
+            found["eval/reward"] = float(np.mean(rewards.total, dtype=np.float64))
+            found |= describe_functions(rewards, "eval/reward/{}")
+        if self.rewarder is not None and (choked := self.rewarder.metrics().get("reward/choked")):
+            found["eval/choked"] = choked  # taken here, it isn't the next step's
         if self.solves is not None:
             solved = [self.solves(completion, row) for row, completion in zip(rows, completions, strict=True)]
             found["eval/accuracy"] = float(np.mean(solved))

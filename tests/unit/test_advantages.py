@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf.algos.advantages import (
+    describe_functions,
     describe_rewards,
     group_advantages,
     join_rewards,
@@ -80,6 +81,32 @@ def test_what_is_said_about_rewards() -> None:
         "reward/a/std": pytest.approx(statistics.stdev(REWARDS)),
         "reward/b/mean": 0.0,
         "reward/b/std": 0.0,
+    }
+
+
+def test_means_of_a_function_are_over_the_responses_it_applies_to() -> None:
+    nan = float("nan")
+    parts = {"some": [1.0, nan, 4.0, nan], "one": [nan, nan, nan, 3.0], "none": [nan] * 4, "all": [1.0, 0.0, 0.0, 1.0]}
+    rewards = Rewards(
+        np.array([2, 0, 4, 4], np.float32), {name: np.array(part, np.float32) for name, part in parts.items()}
+    )
+    applies = {"some_applies": 0.5, "one_applies": 0.25, "none_applies": 0.0}
+    assert describe_rewards(rewards, 2) == {
+        "reward/mean": 2.5,
+        "reward/std": pytest.approx(statistics.stdev([2, 0, 4, 4])),
+        "reward/zero_variance_share": 0.5,
+        "reward/some/mean": 2.5,
+        "reward/some/std": pytest.approx(statistics.stdev([1, 4])),
+        "reward/one/mean": 3.0,
+        "reward/all/mean": 0.5,
+        "reward/all/std": pytest.approx(statistics.stdev([1, 0, 0, 1])),
+        **{f"reward/{name}": share for name, share in applies.items()},
+    }
+    assert describe_functions(rewards, "eval/reward/{}") == {
+        "eval/reward/some": 2.5,
+        "eval/reward/one": 3.0,
+        "eval/reward/all": 0.5,
+        **{f"eval/reward/{name}": share for name, share in applies.items()},
     }
 
 

@@ -150,6 +150,20 @@ def add(a, b): return a + b
     assert os.environ.get("HOME") != "/nowhere"
 
 
+def test_as_many_tests_as_there_are() -> None:
+    many = Limits(timeout_s=30, cpu_s=20, memory_mb=512)
+    assert passed("x = 1", ["assert x == 1"] * 2500, many) == 2500
+    noisy = """
+import os
+for descriptor in range(3, 20):
+    try:
+        os.write(descriptor, b"0" * 10**6 + b"\\n")
+    except OSError:
+        pass
+"""
+    assert passed(noisy, ["", "assert False"], many) == 1
+
+
 def test_shares_and_rows_without_tests() -> None:
     half = "```python\ndef add(a, b):\n    return 3 if a == 1 and b == 2 else 9\n```"
     assert rewards("code", [half, half, half], tests=[TESTS, TESTS[0], None]) == [0, 1, None]

@@ -172,14 +172,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
 def test_what_cannot_be_used_is_refused_before_the_run(message: str, file: Path) -> None:
     name, keys, rows = REFUSED[message]
     with pytest.raises(ConfigError, match=message) as caught:
-        check(MultiTurn(name=f"{file}:{name}", **keys), rows, [])
+        check(MultiTurn(name=f"{file}:{name}", **keys), {column for row in rows for column in row}, [])
     assert "\n" not in str(caught.value)
 
 
 def test_names_of_plugins_and_names_that_do_not_exist(file: Path) -> None:
-    check(MultiTurn(name="counts"), [{"level": 1}], [str(file)])
+    check(MultiTurn(name="counts"), {"level"}, [str(file)])
     with pytest.raises(ConfigError, match=r"environment\.name=count doesn't exist; did you mean counts\?"):
-        check(MultiTurn(name="count"), [{"level": 1}], [str(file)])
+        check(MultiTurn(name="count"), {"level"}, [str(file)])
 
 
 def test_the_example(pools: list[EnvironmentPool]) -> None:
@@ -187,7 +187,7 @@ def test_the_example(pools: list[EnvironmentPool]) -> None:
     plugin = str(EXAMPLES / "second_try.py")
     entry = {"question": "3 + 4?", "answer": "7", "metadata": {}}
     rows = [{"task": "chain_sum", "entry": entry}] * 2
-    check(MultiTurn(name="second_try"), rows, [plugin])
+    check(MultiTurn(name="second_try"), rows[0], [plugin])
     pool = pool_of(pools, "second_try", [plugin], processes=1)
     pool.reset(rows, [0, 0]).result()
     right, wrong = pool.step([0, 1], ["The answer is 7.", "The answer is 8."]).result()

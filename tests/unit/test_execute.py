@@ -210,10 +210,12 @@ def inputs_of(bad_rows: int = 0, held_out: int = 2, steps: int = 2) -> Inputs:
 
 
 def test_bad_rows_are_counted_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report_data(inputs_of(bad_rows=2), tmp_path, MetricLog([]))
+    inputs = dataclasses.replace(inputs_of(bad_rows=2), warnings=("a column may be missing",))
+    report_data(inputs, tmp_path, MetricLog([]))
     listing = tmp_path / "bad_rows.txt"
     assert listing.read_text() == "rows.jsonl:1: no prompt\nrows.jsonl:2: no prompt\n"
     assert capsys.readouterr().err == (
+        "warning: a column may be missing\n"
         f"warning: 2 rows are left out (data.on_bad_row=skip), listed in {listing}; "
         "the first: rows.jsonl:1: no prompt\n"
     )

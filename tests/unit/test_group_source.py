@@ -20,12 +20,12 @@ from rlhf.config.run import Eval
 from rlhf.config.train import Train
 from rlhf.data.cursor import TableCursor
 from rlhf.data.table import PromptTable
-from rlhf.roles.doubles import DoubleRewarder, doubles
+from rlhf.roles.doubles import Done, DoubleRewarder, doubles
 from rlhf.sources.ahead import AheadGroupSource, Background
 from rlhf.sources.conversations import Conversations
 from rlhf.sources.evaluation import Evaluator
 from rlhf.sources.groups import GroupSource
-from rlhf.types import Experience, Metrics
+from rlhf.types import Experience, Metrics, Rewards, Sequences
 from tests.unit.test_live_source import prompts_in, table_of
 
 ROWS, SIZE = 10, 4
@@ -358,6 +358,34 @@ def test_held_out_rows_are_rewarded_for_their_greedy_responses() -> None:
         ]
         assert metrics["eval/reward"] == metrics["eval/reward/double"] == pytest.approx(np.mean(rewards))
         assert "eval/forward_kl" not in metrics, "there is no teacher"
+
+
+def test_a_function_that_does_not_apply_to_some_rows_and_what_took_too_long() -> None:
+    """Calls that were given up while evaluating are the evaluation's, not the next step's."""
+    bench = Bench(steps=1, eval=Eval(samples=4))
+    told = {"reward/choked": 0.0}
+    score = bench.rewarder.score
+
+    def scored(sequences: Sequences, rows: Any) -> Any:
+        total = score(sequences, rows).value.total
+        odd = np.array([row["number"] % 2 == 1 for row in rows])
+        told["reward/choked"] += len(rows)
+        return Done(Rewards(total, {"double": total, "odd": np.where(odd, 3, np.nan).astype(np.float32)}))
+
+    def metrics() -> Metrics:
+        since, told["reward/choked"] = dict(told), 0.0
+        return since
+
+    bench.rewarder.score = scored  # type: ignore
+    bench.rewarder.metrics = metrics  # type: ignore
+    (experience,) = bench.run()
+    for _, found in bench.reported:
+        assert (found["eval/reward/odd"], found["eval/reward/odd_applies"]) == (3, 0.5)
+        assert found["eval/choked"] == 4 and "eval/reward/double_applies" not in found
+    assert experience.metrics["reward/choked"] == 12
+    quiet = Bench(steps=1, eval=Eval(samples=4))
+    quiet.run()
+    assert all("eval/choked" not in found for _, found in quiet.reported)
 
 
 def test_with_a_teacher_divergences_are_measured_as_well() -> None:

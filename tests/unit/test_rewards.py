@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +21,16 @@ import psutil
 import pytest
 
 from rlhf.config.compose import sections_of
-from rlhf.config.data import FileData
+from rlhf.config.data import FileData, OnBadRow
 from rlhf.config.reward import FunctionReward
 from rlhf.config.rollout import VllmRollout
 from rlhf.data.dataset import load
+from rlhf.data.read import CHUNK
 from rlhf.data.rows import Needs
 from rlhf.errors import ConfigError, RewardError
-from rlhf.preflight import some_columns
+from rlhf.preflight import check_reward_functions
 from rlhf.rewards.build import FunctionRewarder, check, names_of, rewarder_of
+from rlhf.rewards.pool import Worker
 from rlhf.types import ROW, Rewards, Sequences
 from tests.unit.tiny import tiny_tokenizer
 
@@ -41,6 +45,10 @@ def lengths(completions):
 
 def level(completions, level, scale=1.0):
     return [None if value is None else value * scale for value in level]
+
+
+def scales(completions, scale=1.0, **columns):
+    return [scale] * len(completions)
 
 
 def everything(completions, **columns):
@@ -177,13 +185,6 @@ def test_a_function_that_does_not_apply_counts_nothing(file: Path) -> None:
     rewards = scored(["a", "bb"], [{"level": 5}, {}], functions=functions)
     assert rewards.total.tolist() == [6, 2]
     assert np.isnan(rewards.parts["level"]).tolist() == [False, True]
-    assert rewards.metrics() == {
-        "reward/mean": 4.0,
-        "reward/std": 2.0,
-        "reward/lengths": 1.5,
-        "reward/level": 5.0,
-        "reward/level_applies": 0.5,
-    }
 
 
 def test_a_response_that_no_function_judges_is_an_error(file: Path) -> None:
@@ -253,6 +254,56 @@ def test_a_function_that_hangs_is_killed_and_the_next_batch_is_scored(file: Path
             made.score(batch(["good", "bad"]), ROWS[:2]).result()
         assert process.poll() == -signal.SIGKILL
         assert made.score(batch(["good"]), [{}]).result().total.tolist() == [1]
+
+
+def test_two_workers_that_die_at_once_are_one_failure(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = FunctionReward(functions=[f"{file}:hangs"], chunk_rows=1, processes=2)
+    with rewarder(spec) as made:
+        wait = made.pool._await
+
+        def both_die(workers: list[Worker]) -> Any:
+            if sum(worker.task is not None for worker in workers) == 2:
+                for worker in workers:
+                    worker.process.kill()
+                    worker.process.wait()
+            return wait(workers)
+
+        monkeypatch.setattr(made.pool, "_await", both_die)
+        with pytest.raises(RewardError, match=r"hangs ended its process by SIGKILL, on r:0"):
+            made.score(batch(["bad", "bad"]), ROWS[:2]).result()
+        assert not made.pool.workers
+        assert made.score(batch(["good"]), [{}]).result().total.tolist() == [1]
+
+
+def test_what_is_asked_around_the_end_gets_an_answer(file: Path) -> None:
+    with rewarder(FunctionReward(functions=[f"{file}:hangs"])) as made:
+        waiting = made.score(batch(["bad"]), [{}])
+        made._jobs.put(None)
+        late = made.score(batch(["a"]), [{}])
+    after = made.score(batch(["a"]), [{}])
+    for future in (waiting, late, after):
+        with pytest.raises(RewardError, match="the reward functions were stopped"):
+            future.result(timeout=10)
+    made.close()
+
+
+def test_scoring_and_closing_do_not_pass_each_other(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing begins while another thread is about to hand over its job."""
+    with rewarder(FunctionReward(functions=[f"{file}:lengths"])) as made:
+        closing = threading.Thread(target=made.close)
+        jobs = made._jobs
+
+        def put(job: Any) -> None:
+            if job is not None and not closing.is_alive():
+                closing.start()
+                closing.join(0.5)  # it waits for this job to be there, or ends
+            jobs.put(job)
+
+        monkeypatch.setattr(made, "_jobs", SimpleNamespace(put=put, get=jobs.get, empty=jobs.empty))
+        waiting = made.score(batch(["a"]), [{}])
+        closing.join()
+        with pytest.raises(RewardError, match="the reward functions were stopped"):
+            waiting.result(timeout=10)
 
 
 def test_closing_ends_what_hangs_and_what_it_started(file: Path) -> None:
@@ -332,36 +383,36 @@ def test_mistakes_are_found_before_a_model_loads(
 ) -> None:
     spec = FunctionReward(functions=[name.format(file) for name in functions], options=options)
     with pytest.raises(ConfigError, match=message) as caught:
-        check(spec, [{"test": 1, "question": "x"}], [])
+        check(spec, ["test", "question"], [])
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_breaks_says_in_which_line(tmp_path: Path) -> None:
     (tmp_path / "breaks.py").write_text("import json\n\njson.loads('{')\n")
     with pytest.raises(ConfigError, match=r"can't be imported: JSONDecodeError: .*, line 3 of .*breaks\.py"):
-        check(FunctionReward(functions=[f"{tmp_path}/breaks.py:f"]), [{}], [])
+        check(FunctionReward(functions=[f"{tmp_path}/breaks.py:f"]), [], [])
     (tmp_path / "ends.py").write_text("import os\n\nos._exit(4)\n")
     with pytest.raises(ConfigError, match=r"importing them ended its process with exit code 4"):
-        check(FunctionReward(functions=[f"{tmp_path}/ends.py:f"]), [{}], [])
+        check(FunctionReward(functions=[f"{tmp_path}/ends.py:f"]), [], [])
 
 
 def test_what_fits_is_accepted_and_nothing_is_called(file: Path) -> None:
     options = {"length": {"target": 5}, "level": {"scale": 2}}
     names = [f"{file}:level", f"{file}:ends", f"{file}:everything", "length", "format"]
-    check(FunctionReward(functions=names, options=options), [{"level": 1}, {}], [])
+    check(FunctionReward(functions=names, options=options), ["level"], [])
 
 
 def test_columns_may_not_have_the_names_of_what_functions_get() -> None:
     with pytest.raises(ConfigError, match="the data's column 'prompts' has the name of what every reward function"):
-        check(FunctionReward(functions=["format"]), [{"prompts": 1}], [])
+        check(FunctionReward(functions=["format"]), ["prompts"], [])
     with pytest.raises(ConfigError, match=r"reward\.chunk_rows=2 has no effect on built-in functions"):
-        check(FunctionReward(functions=["format"], chunk_rows=2), [{}], [])
+        check(FunctionReward(functions=["format"], chunk_rows=2), [], [])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(), "reward=functions needs functions"),
+        (dict(functions=[]), "reward=functions needs functions"),
         (dict(functions=["a", "a"]), "names a twice"),
         (dict(functions=[" "]), "names an empty one"),
         (dict(functions=["a"], weights=[1.0, 2.0]), r"has 2 numbers for 1 reward\.functions"),
@@ -385,16 +436,77 @@ def test_the_command_line() -> None:
     assert spec == FunctionReward(
         functions=["length", "format"], weights=[1.0, 0.5], options={"length": {"target": 256, "slack": 0}}
     )
-    check(spec, [{}], [])
+    check(spec, [], [])
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_the_columns_of_the_data_are_known_before_the_run(streaming: bool, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "response": "y", "level": 1}\n{"prompt": "z", "name": 2}\n')
-    spec = FileData(path=str(tmp_path / "rows.jsonl"), streaming=streaming)
-    dataset = load(
-        spec, tiny_tokenizer(), 0, 0, False, needs=Needs.of(None, VllmRollout(), FunctionReward(functions=["f"]))
+@pytest.mark.parametrize("skip", [False, True])
+def test_the_columns_of_the_data_are_known_before_the_run(streaming: bool, skip: bool, tmp_path: Path) -> None:
+    """Those that only some rows have as well; of a stream that isn't read through those of its first rows."""
+    rows = [{"response": "y", "held": 1}, {"level": 1}, *({} for _ in range(CHUNK)), {"name": 2}]
+    rows = rows if streaming else [*rows[1:], rows[0]]  # the last ones are held out, of a stream the first ones
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x", **row}) + "\n" for row in rows))
+    spec = FileData(path=str(path), streaming=streaming, on_bad_row=OnBadRow.skip if skip else OnBadRow.error)
+    needs = Needs.of(None, VllmRollout(), FunctionReward(functions=["f"]))
+    dataset = load(spec, tiny_tokenizer(), 0, 1, False, needs=needs)
+    all_read = not (streaming and skip)
+    expected = {"level", "name", ROW} if all_read else {"level", ROW}
+    assert dataset.train_column_names() == (expected, all_read)
+    assert dataset.held_out.column_names == {"held", "response", ROW}
+
+
+def test_a_column_that_a_stream_may_still_have_is_a_warning(file: Path) -> None:
+    spec = FunctionReward(functions=[f"{file}:level", f"{file}:lengths"])
+    (warning,) = check(spec, ["levels"], [], are_all=False)
+    assert re.search(
+        r"mine\.py:level needs a column 'level', which none of the stream's first rows has; rows without it give None; "
+        "did you mean levels",
+        warning,
     )
-    rows = some_columns(dataset)
-    first = {"level": 1, "response": "y", ROW: f"{tmp_path / 'rows.jsonl'}:1"}
-    assert list(rows) == ([first] if streaming else [first, {"name": 2, ROW: f"{tmp_path / 'rows.jsonl'}:2"}])
+    assert check(spec, ["level"], [], are_all=False) == []
+
+
+def test_held_out_rows_must_have_the_columns_too(file: Path) -> None:
+    spec = FunctionReward(functions=[f"{file}:level"])
+    with pytest.raises(ConfigError, match=r"level needs a column 'level', which no held-out row has; did you mean lev"):
+        check(spec, ["level"], [], held_out=["levels"])
+    with pytest.raises(ConfigError, match="the data's column 'prompts' has the name"):
+        check(spec, ["level"], [], held_out=["level", "prompts"])
+    check(spec, ["level"], [], held_out=["level", ROW])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_preflight_says_about_columns(streaming: bool, file: Path, tmp_path: Path) -> None:
+    functions = FunctionReward(functions=[f"{file}:level"])
+
+    def said(rows: list[dict[str, Any]], held_out: dict[str, Any], samples: int = 1) -> list[str]:
+        for name, given in (("rows", rows), ("held", [held_out])):
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": "x", **row}) + "\n" for row in given))
+        path, held = str(tmp_path / "rows.jsonl"), str(tmp_path / "held.jsonl")
+        skip = OnBadRow.skip if streaming else OnBadRow.error
+        spec = FileData(path=path, eval_path=held if samples else None, streaming=streaming, on_bad_row=skip)
+        needs = Needs.of(None, VllmRollout(), functions)
+        return check_reward_functions(functions, load(spec, tiny_tokenizer(), 0, samples, False, needs=needs), [])
+
+    assert said([{}, {"level": 1}], {"level": 2}) == []
+    assert said([{}, {"level": 1}], {}, samples=0) == []
+    with pytest.raises(ConfigError, match="'level', which no held-out row has"):
+        said([{}, {"level": 1}], {"name": 1})
+    if streaming:
+        (warning,) = said([{}], {"level": 2})
+        assert "which none of the stream's first rows has" in warning
+    else:
+        with pytest.raises(ConfigError, match="'level', which the data doesn't have"):
+            said([{}], {"level": 2})
+
+
+def test_an_option_is_not_displaced_by_a_column(file: Path) -> None:
+    spec = FunctionReward(functions=[f"{file}:scales"], options={"scales": {"scale": 3.0}})
+    with pytest.raises(ConfigError, match=r"reward\.options\.scales\.scale has the name of a column of the data"):
+        check(spec, ["scale", "level"], [])
+    check(spec, ["level"], [])
+    rows = [{"scale": 7.0, "level": 1}]  # a column that a stream has later
+    assert scored(["a"], rows, functions=spec.functions, options=spec.options).total.tolist() == [3]
+    named = FunctionReward(functions=[f"{file}:level"], options={"level": {"scale": 3.0}})
+    check(named, ["scale", "level"], [])  # it gets no other columns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,6 +82,15 @@ def test_with_rewards_the_highest_comes_first(tmp_path: Path) -> None:
     ]
 
 
+def test_held_out_rewards_and_those_of_training_have_titles_of_their_own(tmp_path: Path) -> None:
+    jobs = [Job(0, ["train.lr=1"], tmp_path, finished=True, results={"eval/reward": 0.25, "reward/mean": 0.5})]
+    out = io.StringIO()
+    show(jobs, tmp_path, rich.console.Console(file=out, width=80))
+    title, row = out.getvalue().strip().splitlines()[1:]
+    assert re.split(r"\s{2,}", title.strip()) == ["job", "reward", "train reward"]
+    assert row.split() == ["0", "0.25", "0.5"]
+
+
 def test_failures_are_named(tmp_path: Path) -> None:
     jobs = jobs_in(tmp_path)
     assert failures(jobs) == "1 of 4 jobs failed: job 2 (algo.beta=9 +recipes=demo run.steps=4)"
@@ -96,7 +106,8 @@ def test_without_a_teacher_the_highest_accuracy_or_reward_is_the_best(tmp_path: 
         out = io.StringIO()
         show(jobs, tmp_path, rich.console.Console(file=out, width=80))
         title, *rows = out.getvalue().strip().splitlines()[1:]
-        assert title.split() == ["job", "train.lr", "accuracy" if name.startswith("eval") else "reward"]
+        expected = ["accuracy"] if name.startswith("eval") else ["train", "reward"]
+        assert title.split() == ["job", "train.lr", *expected]
         assert [row.split()[0] for row in rows] == ["1", "2", "0"]
 
 
