@@ -20,7 +20,6 @@ from jaxtyping import Float32
 
 from rlhf.errors import MisalignedScores, StaleWeights
 from rlhf.roles.protocols import Engine, Rewarder, Scorer, Trainer
-from rlhf.roles.replicas import select
 from rlhf.types import BatchPlan, Bucket, Experience, Metrics, MiniBatch, Prompts, Rewards, Rollouts, Sequences
 
 T = TypeVar("T")
@@ -251,7 +250,7 @@ class DoubleEngine(Engine):
         """One by one, the last one first."""
         whole = self.generate(prompts, version).result()
         for row in reversed(range(len(prompts))):
-            yield select(whole, [row])
+            yield whole.select([row])
 
     def sleep(self) -> Done[None]:
         """Nothing but the event, as on CPU."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhf.types import Prompts, Rollouts, Sequences, offsets_of, ragged
+from rlhf.types import Prompts, Rollouts, Sequences, offsets_of
 
 
 def split(prompts: Prompts, replicas: int) -> list[Prompts]:
@@ -50,26 +50,8 @@ def merge(parts: Sequence[Rollouts]) -> Rollouts:
     )
 
 
-def select(rollouts: Rollouts, rows: Sequence[int]) -> Rollouts:
-    """Some of the samples, in this order."""
-    whole = rollouts.sequences
-    every = list(whole.rows())
-    logprobs = None if whole.logprobs is None else list(ragged(whole.response_offsets, whole.logprobs))
-    return Rollouts(
-        version=rollouts.version,
-        sequences=Sequences(
-            sample_ids=whole.sample_ids[list(rows)],
-            tokens=np.concatenate([every[row] for row in rows]),
-            offsets=offsets_of([len(every[row]) for row in rows]),
-            prompt_lengths=whole.prompt_lengths[list(rows)],
-            logprobs=None if logprobs is None else np.concatenate([logprobs[row] for row in rows]),
-        ),
-        finished=rollouts.finished[list(rows)],
-    )
-
-
 def in_order_of(prompts: Prompts, parts: Sequence[Rollouts]) -> Rollouts:
     """Parts that came as they were finished -> the rollouts of the prompts, in their order."""
     together = merge(parts)
     row_of = {int(sample_id): row for row, sample_id in enumerate(together.sequences.sample_ids)}
-    return select(together, [row_of[int(sample_id)] for sample_id in prompts.sample_ids])
+    return together.select(row_of[int(sample_id)] for sample_id in prompts.sample_ids)

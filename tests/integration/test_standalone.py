@@ -24,7 +24,6 @@ from rlhf.config.teacher import TeacherEngine
 from rlhf.distill.topk import TopKDistill
 from rlhf.errors import MisalignedScores
 from rlhf.losses.rows import TopKScores
-from rlhf.roles.replicas import select
 from rlhf.types import Rollouts, Sequences, offsets_of
 from tests.integration.megatron import end_groups, experience_of, random_sequences, trainer_setup
 from tests.integration.runs import launch, metrics_of, tiny_world
@@ -152,7 +151,7 @@ def test_what_was_begun_before_the_plan_is_part_of_the_answer(scorer: RayScorer,
     whole = by_sample(scored(scorer, sequences)[0], sequences)
     made = Rollouts(0, sequences, np.ones(len(sequences), dtype=bool))
     for rows in ([3, 1], [4]):
-        scorer.begin(select(made, rows).sequences)
+        scorer.begin(made.sequences.select(rows))
     ranks = scored(scorer, sequences, ranks=2)
     assert scorer.begun == []
     plan = experience_of(sequences, data_parallel=2).minibatches[0].plan

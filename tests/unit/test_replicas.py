@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf.roles.doubles import DoubleEngine
-from rlhf.roles.replicas import in_order_of, merge, select, split
+from rlhf.roles.replicas import in_order_of, merge, split
 from rlhf.types import Prompts, Rollouts, offsets_of
 
 
@@ -68,7 +68,7 @@ def test_a_reference_response_has_no_logprobs():
 def test_parts_that_finished_in_any_order_are_put_in_the_order_of_the_prompts() -> None:
     prompts = some_prompts(7)
     whole = generated(prompts, 1)
-    together = in_order_of(prompts, [select(whole, rows) for rows in ([5, 0], [6], [3, 4, 1], [2])])
+    together = in_order_of(prompts, [whole.select(rows) for rows in ([5, 0], [6], [3, 4, 1], [2])])
     for name in ("sample_ids", "tokens", "offsets", "prompt_lengths", "logprobs"):
         assert getattr(together.sequences, name).tolist() == getattr(whole.sequences, name).tolist(), name
     assert together.finished.tolist() == whole.finished.tolist() and together.version == 3
