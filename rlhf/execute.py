@@ -20,7 +20,7 @@ from rlhf.checkpoint import BEST, Better, Checkpoints
 from rlhf.config.placement import Separate
 from rlhf.config.reward import NoReward
 from rlhf.config.run import Run
-from rlhf.config.teacher import NoTeacher, SelfTeacher
+from rlhf.config.teacher import NoTeacher, OwnTeacher
 from rlhf.config.train import DType
 from rlhf.errors import RlhfError
 from rlhf.loggers.base import Continued, MetricLog
@@ -247,7 +247,7 @@ def teacher_named(run: Run) -> str:
     """For the person watching."""
     if isinstance(run.teacher, NoTeacher):
         return "none"
-    if isinstance(run.teacher, SelfTeacher):
+    if isinstance(run.teacher, OwnTeacher):
         return "itself" if run.teacher.changes else "itself, as it was at the start"
     return str(run.teacher.model)
 
