@@ -53,7 +53,7 @@ class RewardError(RlhfError):
 
 
 class TrainingDiverged(RlhfError):
-    """A gradient that isn't finite."""
+    """A gradient that isn't finite, or a log-probability that is not a number."""
 
 
 def one_line(text: object) -> str:

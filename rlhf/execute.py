@@ -82,7 +82,8 @@ def execute(run: Run, config: Any, sweep: bool = False) -> float | None:
         check_data(resume, inputs.dataset)
         if finished(resume, run, run_dir, inputs.steps):
             print(described_as_done(resume, run_dir), flush=True)
-            return objective_of(run, resume.state.evaluations.get(inputs.steps, {}))
+            summary = report.read(run_dir)
+            return objective_of(run, summary.rewards | summary.eval_after)
     if run.logger.console and not sweep and run.resume != "never":
         print(described(resume), flush=True)
     folder = RunFolder.claim(run.run, config, content)

@@ -271,6 +271,28 @@ def test_of_an_adapter_its_shape_decides(tmp_path: Path) -> None:
             compare(before, now(**{key: value}), tmp_path)
 
 
+def test_keys_that_came_later_are_unchanged_at_their_defaults(tmp_path: Path) -> None:
+    """The earlier run behaved as they do: it can be resumed, unless one of them is set."""
+    writer = {"_target_": "rlhf.config.teacher.StandaloneTeacher", "model": "big", "gpus": 1}
+    before = BEFORE | {"teacher": writer}
+    lora = {"rank": 0, "alpha": 32.0, "target": "all-linear", "path": None, "dropout": 0.0, "save": "both"}
+    generation = {"max_new_tokens": 128, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "kv_cache_gb": 1.0}
+
+    def now(rank: int = 0, top_k: int = 0) -> dict[str, Any]:
+        return before | {
+            "model": {**BEFORE["model"], "lora": lora | {"rank": rank}},  # type: ignore[dict-item]
+            "teacher": writer | {"generation": generation | {"top_k": top_k}},
+            "plugins": [],
+        }
+
+    assert compare(before, now(), tmp_path) == compare(before, now(), tmp_path, in_a_sweep=True) == []
+    expected = r"with model\.lora\.rank=8 \(was 0\), teacher\.generation\.top_k=5 \(was 0\): that would be another run"
+    with pytest.raises(ConfigError, match=expected):
+        compare(before, now(rank=8, top_k=5), tmp_path)
+    with pytest.raises(ConfigError, match=r"with model\.lora\.rank=0 \(was 8\): that"):
+        compare(now(rank=8), now(), tmp_path)
+
+
 def test_the_refusal_names_all_of_them(tmp_path: Path) -> None:
     now = changed("run", "seed", 1) | {"eval": {"samples": 2}}
     with pytest.raises(ConfigError, match=r"run\.seed=1 \(was 0\), eval\.samples=2 \(was 4\): that would be another"):
