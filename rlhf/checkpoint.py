@@ -25,7 +25,7 @@ from rlhf.types import Metrics
 
 BEST = "best"
 BEST_FILE = "best.json"
-"""In the best checkpoint: `{"step": 12, "eval/forward_kl": 0.25}`."""
+"""In the best checkpoint: `{"step": 12, "eval/forward_kl": 0.25}`; with rewards `eval/reward`."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class EnvironmentFailed(RlhfError):
 
 
 class TrainingDiverged(RlhfError):
-    """A gradient that isn't finite."""
+    """A gradient that isn't finite, or a log-probability that is not a number."""
 
 
 def one_line(text: object) -> str:

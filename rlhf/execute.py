@@ -22,7 +22,7 @@ from rlhf.config.environment import MultiTurn
 from rlhf.config.placement import Separate
 from rlhf.config.reward import NoReward
 from rlhf.config.run import Run
-from rlhf.config.teacher import NoTeacher, SelfTeacher
+from rlhf.config.teacher import NoTeacher, OwnTeacher
 from rlhf.config.train import DType
 from rlhf.errors import RlhfError
 from rlhf.loggers.base import Continued, MetricLog
@@ -85,7 +85,8 @@ def execute(run: Run, config: Any, sweep: bool = False) -> float | None:
         check_data(resume, inputs.dataset)
         if finished(resume, run, run_dir, inputs.steps):
             print(described_as_done(resume, run_dir), flush=True)
-            return objective_of(run, resume.state.evaluations.get(inputs.steps, {}))
+            summary = report.read(run_dir)
+            return objective_of(run, summary.rewards | summary.eval_after)
     if run.logger.console and not sweep and run.resume != "never":
         print(described(resume), flush=True)
     folder = RunFolder.claim(run.run, config, content)
@@ -268,7 +269,7 @@ def teacher_named(run: Run) -> str:
     """For the person watching."""
     if isinstance(run.teacher, NoTeacher):
         return "none"
-    if isinstance(run.teacher, SelfTeacher):
+    if isinstance(run.teacher, OwnTeacher):
         return "itself" if run.teacher.changes else "itself, as it was at the start"
     return str(run.teacher.model)
 

@@ -20,7 +20,7 @@ from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.environment import MultiTurn
 from rlhf.config.reward import FunctionReward
 from rlhf.config.run import MOST_STEPS, Run
-from rlhf.config.teacher import ColocatedTeacher, SelfTeacher, StandaloneTeacher
+from rlhf.config.teacher import ColocatedTeacher, OwnTeacher, StandaloneTeacher
 from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import Needs
 from rlhf.data.turns import TurnMarkup, find_markup
@@ -70,7 +70,7 @@ def check_inputs(run: Run) -> Inputs:
     """
     name = f"model.path={run.model.path}"
     student, architecture = check_student(run.model.path, run.model.drop_layers)
-    own = teachers_prompts(run) if isinstance(run.teacher, SelfTeacher) else {}
+    own = teachers_prompts(run) if isinstance(run.teacher, OwnTeacher) else {}
     adapter = adapters.resolve(run.model.lora, architecture, name_of_base(run, student))
     _check_lengths(run, architecture, name, {**students_prompts(run), **own})
     _check_divisible("train.tensor_parallel", run.train.tensor_parallel, architecture, name)
@@ -83,7 +83,7 @@ def check_inputs(run: Run) -> Inputs:
     teacher = None
     if isinstance(run.teacher, ColocatedTeacher | StandaloneTeacher):
         teacher = _check_teacher(run, student, architecture, tokenizer)
-    elif isinstance(run.teacher, SelfTeacher):
+    elif isinstance(run.teacher, OwnTeacher):
         _check_k(run, architecture.vocab)
     stop_token_ids = tokenizers.stop_token_ids(student, tokenizer, architecture.vocab)
     if not stop_token_ids:
@@ -172,7 +172,7 @@ def _steps(run: Run, dataset: Dataset) -> int:
 
 def _check_lesson(run: Run, dataset: Dataset) -> None:
     """A student that reads what its teacher reads, and is the teacher, learns nothing."""
-    if not isinstance(run.teacher, SelfTeacher):
+    if not isinstance(run.teacher, OwnTeacher):
         return
     if isinstance(run.algo, GRPO):  # its other gradients take the student away from what it was
         regularises = run.teacher.ema_decay is not None

@@ -18,6 +18,7 @@ import numpy as np
 from rlhf import training_state
 from rlhf.checkpoint import BEST, BEST_FILE
 from rlhf.config.base import written
+from rlhf.config.defaults import defaults_of
 from rlhf.config.run import Run
 from rlhf.data.dataset import Dataset
 from rlhf.data.table import PromptTable
@@ -122,12 +123,13 @@ def content_of(run: Run, resume: Resume | None) -> Content:
 
 
 def compare(before: dict[str, Any], now: dict[str, Any], checkpoint: Path, in_a_sweep: bool = False) -> list[str]:
-    """Keys that differ -> `KEY=VALUE (was VALUE)`.
+    """Keys that differ -> `KEY=VALUE (was VALUE)`. A key that the earlier run didn't have yet was at its default.
 
     Raises:
         ConfigError: one of them decides what the run is.
     """
     old, new = ({"plugins": [], **dict(_flat(section))} for section in (before, now))  # older runs have none
+    old = {key: value for key, value in _defaults(now).items() if key in new} | old
     changed = [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
     refused = [
         key
@@ -181,6 +183,17 @@ def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Full key -> what it is where nobody sets it."""
+    sections = {name: section for name, section in config.items() if isinstance(section, dict)}
+    found = {
+        f"{name}.{key}": value
+        for name, section in sections.items()
+        for key, value in defaults_of(str(section.get("_target_"))).items()
+    }
+    return dict(training_state.plain(found))
 
 
 def _matches(key: str, table: tuple[str, ...]) -> bool:

@@ -66,7 +66,8 @@ class Sequences:
     offsets: Int64[np.ndarray, " n+1"]
     prompt_lengths: Int32[np.ndarray, " n"]
     logprobs: Float32[np.ndarray, " R"] | None = None
-    """Log-probability of each response token under the distribution it was sampled from; None for dataset responses."""
+    """Log-probability of each response token under the distribution it was sampled from; None for off-policy responses,
+    the dataset's and those that a teacher writes."""
     written: Bool[np.ndarray, " C"] | None = None
     """Which tokens after the prompts are the model's; the others are observations. None: all are."""
 
@@ -256,7 +257,7 @@ class MiniBatch:
     teacher_logprobs: Float32[np.ndarray, " R"] | None = None
     """The teacher's log-probability of each response token at the sampler's temperature; None: it wasn't asked."""
     old_logprobs: Float32[np.ndarray, " R"] | None = None
-    """The trainer's own, before the first optimizer step of the generation. Only the rows of its plan are numbers.
+    """The trainer's own, before the first optimizer step of the generation. Only the rows of its plan count.
     None: they aren't needed, or this is that first step."""
 
 

@@ -53,7 +53,7 @@ OPTIONS = {
     "source": list(SOURCES),
     "reward": ["none", "functions"],
 }
-"""`teacher=reference` is `teacher=self` with another default."""
+"""`teacher=reference` goes where `teacher=self` does."""
 LEGAL = """
 gkd opsd | topk fullvocab | colocated standalone self | colocate          | live dataset mixed | none
 gkd opsd | topk fullvocab | colocated standalone self | separate          | live mixed         | none

@@ -81,8 +81,9 @@ def make_minibatches(
     """One optimizer step on all responses; every token weighs the same.
 
     Args:
-        sft_alpha: weight of the cross entropy beside the divergence; for dataset responses only, which are those
-            without log-probabilities: on its own samples a student would learn to repeat itself.
+        sft_alpha: weight of the cross entropy beside the divergence; for off-policy responses only (the
+            dataset's, or those a teacher writes), which are those without log-probabilities: on its own samples a
+            student would learn to repeat itself.
     """
     plan = plan_batch(
         sequences.lengths,

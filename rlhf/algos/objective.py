@@ -23,7 +23,7 @@ class RowBatch:
     targets: Int[Tensor, " rows"]
     """The response tokens."""
     behaviour_logprobs: Float[Tensor, " rows"] | None
-    """Their log-probabilities under the sampler; None for dataset responses."""
+    """Their log-probabilities under the sampler; None for off-policy responses, the dataset's and a teacher's."""
     target_weights: Float[Tensor, " rows"] | None = None
     """Of the cross entropy of the targets, normalised as `weights` are; None: it is no part of the loss."""
     advantages: Float[Tensor, " rows"] | None = None

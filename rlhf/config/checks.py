@@ -52,11 +52,11 @@ def check(run: Run) -> None:
             why = f"with distill.loss={run.distill.loss}, which is another loss"
             refuse_unused(run.algo, "algo", ("beta",), why, "use distill.loss=null")
         _check_responses(run, run.algo)
-        _check_written(run, run.algo)
     if isinstance(run.environment, MultiTurn):
         _check_environment(run, run.environment)
     if isinstance(run.algo, GRPO):
         check_grpo(run, run.algo)
+    _check_written(run)
     if isinstance(run.teacher, NoTeacher):
         why = "with teacher=none, from which no divergence is measured"
         refuse_unused(run.eval, "eval", ("responses", "max_response_tokens"), why, "name a teacher")
@@ -155,13 +155,15 @@ def _check_responses(run: Run, algo: GKD) -> None:
         refuse_unused(run.data, "data", ("max_response_length",), why, remedy)
 
 
-def _check_written(run: Run, algo: GKD) -> None:
+def _check_written(run: Run) -> None:
     """What the teacher writes is asked for, used, and written by a teacher that can."""
-    if isinstance(run.teacher, StandaloneTeacher) and not algo.seq_kd:
-        unused = tuple(field.name for field in dataclasses.fields(run.teacher.generation))
-        why = "with algo.seq_kd=false (the teacher writes nothing)"
-        refuse_unused(run.teacher.generation, "teacher.generation", unused, why, "use algo.seq_kd=true")
-    if not algo.seq_kd:
+    algo = run.algo
+    if not isinstance(algo, GKD) or not algo.seq_kd:
+        if isinstance(run.teacher, StandaloneTeacher):
+            unused = tuple(field.name for field in dataclasses.fields(run.teacher.generation))
+            without, remedy = ("algo.seq_kd=false", "") if isinstance(algo, GKD) else ("algo=grpo", "algo=gkd ")
+            why, remedy = f"with {without} (the teacher writes nothing)", f"use {remedy}algo.seq_kd=true"
+            refuse_unused(run.teacher.generation, "teacher.generation", unused, why, remedy)
         return
     require(
         isinstance(run.teacher, StandaloneTeacher),

@@ -40,7 +40,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "colocated": teacher.ColocatedTeacher,
         "standalone": teacher.StandaloneTeacher,
         "self": teacher.SelfTeacher,
-        "reference": teacher.SelfTeacher,
+        "reference": teacher.ReferenceTeacher,
         "none": teacher.NoTeacher,
     },
     "placement": {"colocate": placement.Colocate, "separate": placement.Separate},

@@ -136,5 +136,25 @@ class SelfTeacher:
 
 
 @dataclass(kw_only=True)
+class ReferenceTeacher:
+    """The student as it was at the start, for `algo.kl_coef`. Takes a second copy of the student; with `model.lora` of
+    the adapter only."""
+
+    @property
+    def ema_decay(self) -> float:
+        """That of a `SelfTeacher` which keeps all of itself."""
+        return 1.0
+
+    @property
+    def changes(self) -> bool:
+        """It is the same all through the run."""
+        return False
+
+
+OwnTeacher = SelfTeacher | ReferenceTeacher
+"""The student teaches itself: there is no other checkpoint."""
+
+
+@dataclass(kw_only=True)
 class NoTeacher:
     """No teacher: algo=grpo learns from rewards alone."""

@@ -18,7 +18,7 @@ from rlhf.config.cluster import Device
 from rlhf.config.distill import FullVocab
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Run
-from rlhf.config.teacher import ColocatedTeacher, NoTeacher, SelfTeacher, StandaloneTeacher, TeacherGeneration
+from rlhf.config.teacher import ColocatedTeacher, NoTeacher, OwnTeacher, StandaloneTeacher, TeacherGeneration
 from rlhf.config.train import Train
 from rlhf.memory import GIB, longest_sample, training_bytes
 from rlhf.placements.layout import Layout, by_node
@@ -118,7 +118,7 @@ def trainer_setup(run: Run, inputs: Inputs, objective: Objective) -> TrainerSetu
         steps=inputs.steps * run.updates_per_step,
         seed=run.run.seed,
         offload_teacher=isinstance(run.teacher, ColocatedTeacher) and run.teacher.offload,
-        self_teacher=run.teacher if isinstance(run.teacher, SelfTeacher) else None,
+        self_teacher=run.teacher if isinstance(run.teacher, OwnTeacher) else None,
         teacher_head=inputs.teacher if hidden_rows_come else None,
         adapter=inputs.adapter,
         base_teacher=inputs.base_teaches and not standalone,
@@ -213,7 +213,7 @@ def describe_adapter(inputs: Inputs) -> str:
 
 
 def describe_teacher(
-    teacher: ColocatedTeacher | StandaloneTeacher | SelfTeacher | NoTeacher, kind: str, is_base: bool = False
+    teacher: ColocatedTeacher | StandaloneTeacher | OwnTeacher | NoTeacher, kind: str, is_base: bool = False
 ) -> str:
     """Whose weights score, and where.
 

@@ -52,7 +52,7 @@ class RunSummary:
     phases: Metrics = field(default_factory=dict)
     """Seconds by phase over all steps, as `MetricLog.seconds` has them: `step` is the sum, the others are its parts."""
     eval_before: Metrics = field(default_factory=dict)
-    """`eval/forward_kl`, `eval/reverse_kl`; empty without evaluation."""
+    """`eval/forward_kl`, `eval/reverse_kl`; with rewards `eval/reward`; empty without evaluation."""
     eval_after: Metrics = field(default_factory=dict)
     rewards: Metrics = field(default_factory=dict)
     """`reward/mean` and the like, of the last step; empty without reward functions."""
@@ -62,7 +62,7 @@ class RunSummary:
     saved: list[Path] | list[str] = field(default_factory=list)
     """Checkpoints on the way, oldest first."""
     best: dict[str, Any] | None = None
-    """`path`, `step` and `eval/forward_kl` of the best one, if it is kept."""
+    """`path`, `step` and `eval/forward_kl` (with rewards `eval/reward`) of the best one, if it is kept."""
     resumed_from: int | None = None
     """The step after which this part of the run began; what is above is of the whole run."""
     bad_rows: int = 0

@@ -421,6 +421,8 @@ CONTRADICTIONS = {
     "tokens; use at least 5256",
     "teacher.offload=true": "teacher.offload=true has no effect with cluster.device=cpu, where device and host memory "
     "are one; use cluster.device=cuda, or leave teacher.offload=false",
+    "teacher=reference teacher.ema_decay=0.5": "unknown key teacher.ema_decay with teacher=reference; "
+    "teacher=self has it",
     "teacher=self teacher.ema_decay=2": "teacher.ema_decay must be in [0.0, 1.0], got 2.0",
 }
 

@@ -14,7 +14,7 @@ from rlhf.config.checks_grpo import recomputes
 from rlhf.config.compose import to_run
 from rlhf.config.messages import explain
 from rlhf.config.run import Run
-from rlhf.config.teacher import SelfTeacher
+from rlhf.config.teacher import ReferenceTeacher
 from rlhf.errors import RlhfError
 from tests.cells import composed
 
@@ -23,6 +23,7 @@ GROUPS = {
     "reference": ("algo=grpo", "teacher=reference", "distill=sampled"),
     "colocated": ("algo=grpo", "teacher=colocated", "distill=sampled"),
     "self": ("algo=grpo", "teacher=self", "distill=sampled"),
+    "standalone": ("algo=grpo", "teacher=standalone", "distill=sampled"),
     "distillation": ("algo=grpo", "teacher=colocated", "distill=sampled", "reward=none"),
     "unasked": ("algo=grpo", "teacher=colocated"),
     "other": ("algo=grpo", "teacher=reference", "distill=topk"),
@@ -66,6 +67,8 @@ REFUSED = {
     "teacher=reference",
     ("reference", "algo.kl_coef=0.1 algo.teacher_kl_coef=1"): "algo.kl_coef=0.1 and algo.teacher_kl_coef=1 both pull "
     "towards the same teacher; keep one",
+    ("standalone", "algo.teacher_kl_coef=1 teacher.generation.top_k=5"): "teacher.generation.top_k=5 has no effect "
+    "with algo=grpo (the teacher writes nothing); use algo=gkd algo.seq_kd=true, or leave teacher.generation.top_k=0",
     ("nothing", ""): "algo=grpo with reward=none has nothing to learn from; use reward=functions, or "
     "algo.teacher_kl_coef=1 with teacher=colocated distill=sampled",
     ("plain", "algo.num_generations=1"): "algo.num_generations=1 leaves nothing to compare a reward with; use "
@@ -175,4 +178,4 @@ def test_what_null_means() -> None:
 
 def test_a_reference_is_the_student_as_it_was() -> None:
     teacher = run_of("reference", "algo.kl_coef=0.1").teacher
-    assert isinstance(teacher, SelfTeacher) and not teacher.changes
+    assert isinstance(teacher, ReferenceTeacher) and not teacher.changes

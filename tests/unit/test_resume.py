@@ -12,17 +12,22 @@ import pytest
 
 import rlhf.execute
 import rlhf.placements.colocate
+import rlhf.rewards.build
 from rlhf import training_state
+from rlhf.config.algo import GRPO
 from rlhf.config.arguments import check_resume
+from rlhf.config.distill import NoDistill
 from rlhf.config.logger import Logger
+from rlhf.config.reward import FunctionReward
 from rlhf.config.run import Eval, Run, RunSection
+from rlhf.config.teacher import NoTeacher
 from rlhf.config.train import Train
 from rlhf.data.stream import RowStream
 from rlhf.errors import CheckpointError, ConfigError, DataError, RoleDied
 from rlhf.loggers.cut import cut_lines, cut_rows
 from rlhf.preflight import Inputs
 from rlhf.resume import compare, find, mark_of, still_as_found
-from rlhf.roles.doubles import Done, DoubleTrainer, doubles
+from rlhf.roles.doubles import Done, DoubleRewarder, DoubleTrainer, doubles
 from rlhf.types import Experience, Metrics
 from tests.unit.test_execute import Roles, inputs_of, run_of
 from tests.unit.test_live_source import table_of
@@ -64,6 +69,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
         trainer = Kills(scorer.events, scorer.scored)
         engine.events = scorer.events
         trainer.at = at
+        trainer.needs_scores = not isinstance(sections.get("teacher"), NoTeacher)
         roles = Roles(trainer, scorer, engine)
         sections = {
             "run": settings(folder),
@@ -140,6 +146,24 @@ def test_a_run_that_is_done_is_left_alone_or_made_longer(
     extra = {"step": 3, "eval/forward_kl": 1 / 4, "eval/reverse_kl": 2 / 4}
     assert [row for row in rows(folder) if row != extra] == rows(tmp_path / "straight"), "an evaluation more"
     assert json.loads((folder / "summary.json").read_text())["resumed_from"] == 3
+
+
+def test_a_run_on_rewards_that_is_done_tells_the_sweeper_its_reward_again(
+    tmp_path: Path, launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without evaluation there is the last step's reward, which only the summary has."""
+    monkeypatch.setattr(rlhf.rewards.build, "rewarder_of", lambda run, inputs: DoubleRewarder([]))
+    sections = dict(
+        run=settings(tmp_path / "test", steps=3),
+        eval=Eval(samples=0),
+        algo=GRPO(num_generations=2),
+        reward=FunctionReward(),
+        teacher=NoTeacher(),
+        distill=NoDistill(),
+    )
+    first = launch(tmp_path / "test", **sections)
+    again = launch(tmp_path / "test", resume="auto", **sections)
+    assert again.trainer.events == [] and again.result == first.result is not None
 
 
 def test_a_run_killed_before_its_summary_is_finished(tmp_path: Path, launch: Any) -> None:
@@ -269,6 +293,28 @@ def test_of_an_adapter_its_shape_decides(tmp_path: Path) -> None:
     for key, value in (("rank", 4), ("alpha", 8.0), ("target", "mlp"), ("path", "adapter")):
         with pytest.raises(ConfigError, match=rf"model\.lora\.{key}={value}"):
             compare(before, now(**{key: value}), tmp_path)
+
+
+def test_keys_that_came_later_are_unchanged_at_their_defaults(tmp_path: Path) -> None:
+    """The earlier run behaved as they do: it can be resumed, unless one of them is set."""
+    writer = {"_target_": "rlhf.config.teacher.StandaloneTeacher", "model": "big", "gpus": 1}
+    before = BEFORE | {"teacher": writer}
+    lora = {"rank": 0, "alpha": 32.0, "target": "all-linear", "path": None, "dropout": 0.0, "save": "both"}
+    generation = {"max_new_tokens": 128, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "kv_cache_gb": 1.0}
+
+    def now(rank: int = 0, top_k: int = 0) -> dict[str, Any]:
+        return before | {
+            "model": {**BEFORE["model"], "lora": lora | {"rank": rank}},  # type: ignore[dict-item]
+            "teacher": writer | {"generation": generation | {"top_k": top_k}},
+            "plugins": [],
+        }
+
+    assert compare(before, now(), tmp_path) == compare(before, now(), tmp_path, in_a_sweep=True) == []
+    expected = r"with model\.lora\.rank=8 \(was 0\), teacher\.generation\.top_k=5 \(was 0\): that would be another run"
+    with pytest.raises(ConfigError, match=expected):
+        compare(before, now(rank=8, top_k=5), tmp_path)
+    with pytest.raises(ConfigError, match=r"with model\.lora\.rank=0 \(was 8\): that"):
+        compare(now(rank=8), now(), tmp_path)
 
 
 def test_the_refusal_names_all_of_them(tmp_path: Path) -> None:

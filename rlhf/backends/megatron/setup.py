@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf.algos.objective import Objective
 from rlhf.backends.megatron.adapters import Adapter
-from rlhf.config.teacher import SelfTeacher
+from rlhf.config.teacher import OwnTeacher
 from rlhf.config.train import Train
 
 
@@ -25,7 +25,7 @@ class TrainerSetup:
     seed: int
     offload_teacher: bool = False
     """Keep the colocated teacher's layers in host memory between uses."""
-    self_teacher: SelfTeacher | None = None
+    self_teacher: OwnTeacher | None = None
     """The student is its own teacher."""
     teacher_head: Path | None = None
     """A standalone teacher of which only the LM head is here, for the hidden rows it sends; None if none come."""

@@ -184,21 +184,17 @@ def load(
 
 
 @torch.no_grad()
-def export(
-    model: nn.Module, architecture: Architecture, partition: Partition = WHOLE, *, merged: bool = True
-) -> Iterator[tuple[str, Tensor]]:
+def export(model: nn.Module, architecture: Architecture, partition: Partition = WHOLE) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, tensor) of every weight, one Megatron tensor at a time; views where possible.
 
-    Every rank of the model has to go through it, and gets the whole tensors.
-
-    Args:
-        merged: with LoRA, the weights with the adapter in them, which are new tensors; otherwise the base's.
+    Every rank of the model has to go through it, and gets the whole tensors. With LoRA they have the adapter in them,
+    and are new.
     """
     for name, parameter in base_parameters(model):
         rule, hf_names = rule_of(name)
         parts = rule.to_hf(architecture, parameter.detach())
         adapter = getattr(model.get_submodule(name.rpartition(".")[0]), ADAPTER, None)
-        if merged and adapter is not None and name.endswith(".weight"):
+        if adapter is not None and name.endswith(".weight"):
             parts = adapter.merge(parts)
         wholes = (rule.whole(architecture, part, partition) for part in parts)
         yield from zip(hf_names, wholes, strict=True)
