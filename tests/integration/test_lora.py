@@ -352,7 +352,7 @@ def test_a_live_student_teaches_with_its_adapter(folder: Path) -> None:
         trainer = moved(folder / "qwen3", None, **kind)
         trainer.score(experience().sequences, experience().minibatches)
         losses.append(trainer.train(experience())["train/loss"])
-    assert abs(losses[0]) < 1e-9 and losses[1] > 0.01
+    assert 0 <= losses[0] < 1e-7 and losses[1] > 0.01
 
 
 def test_an_average_of_the_factors_teaches(folder: Path) -> None:

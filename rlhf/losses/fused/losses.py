@@ -236,7 +236,7 @@ class _FullRows:
             loss = self.beta * of_teacher + (1 - self.beta) * mean
         if weights is not None:
             kernels.divergence_gradient_(raw, other, *transforms, columns, t, self.beta, *log_z, mean, weights)
-        return loss
+        return loss.clamp(min=0.0)  # rounding, where both distributions are the same
 
     def _teacher_raw(self, rows: slice, raw: Tensor) -> Tensor:
         """In a buffer that all parts use."""
