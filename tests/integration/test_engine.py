@@ -148,6 +148,7 @@ def test_a_stream_is_the_same_batch_in_parts(engine: RayEngine, folders: tuple[P
         list(engine.stream(prompts(), 24))
 
 
+@pytest.mark.slow
 def test_a_teacher_writes_with_its_own_weights_and_in_the_students_vocabulary(
     cluster: RayCluster, tmp_path: Path
 ) -> None:

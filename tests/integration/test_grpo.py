@@ -72,13 +72,20 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both jobs have run, in one process."""
-    folder = tmp_path_factory.mktemp("grpo")
+    """The first job has run."""
+    return folder_of(tmp_path_factory.mktemp("grpo"), ["rises"])
+
+
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The other jobs have run, in one process."""
+    return folder_of(tmp_path_factory.mktemp("grpo"), ["stays", "talks"])
+
+
+def folder_of(folder: Path, names: list[str]) -> Path:
     world = world_of(folder)
-    own = {"talks": [f"model.path={talkative(folder)}"]}
-    jobs = [
-        last_of_each([*world, *keys, *own.get(name, []), f"run.dir={folder / name}"]) for name, keys in JOBS.items()
-    ]
+    own = {"talks": [f"model.path={talkative(folder)}"]} if "talks" in names else {}
+    jobs = [last_of_each([*world, *JOBS[name], *own.get(name, []), f"run.dir={folder / name}"]) for name in names]
     jobs = [[key for key in job if key != REWARD or "reward=none" not in job] for job in jobs]
     run_jobs(jobs, folder, timeout=800)
     return folder
@@ -93,10 +100,11 @@ def talkative(folder: Path) -> Path:
     return student
 
 
-def test_conversations_on_the_real_stack(folder: Path) -> None:
+@pytest.mark.slow
+def test_conversations_on_the_real_stack(long_folder: Path) -> None:
     """Two turns with an environment that is over then; what went back into the engine is what came out of it, or
     trainer and sampler would disagree."""
-    metrics = metrics_of(folder / "talks")
+    metrics = metrics_of(long_folder / "talks")
     for step in (1, 2):
         values = metrics[step]
         assert 1 < values["environment/turns_mean"] <= 2 and 0 < values["environment/done_share"] <= 1
@@ -105,7 +113,7 @@ def test_conversations_on_the_real_stack(folder: Path) -> None:
         assert values["reward/environment/mean"] == pytest.approx(values["reward/mean"])
         assert values["environment/observation_tokens_mean"] > 10
     assert {"eval/reward", "eval/reward/environment", "eval/forward_kl"} <= set(metrics[0]) & set(metrics[2])
-    rows = [json.loads(line) for line in (folder / "talks" / "rollouts.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (long_folder / "talks" / "rollouts.jsonl").read_text().splitlines()]
     assert len(rows) == 16 and 3 in {len(row["turns"]) for row in rows} <= {1, 3}
     for row in rows:
         model, between = row["turns"][::2], row["turns"][1::2]
@@ -114,7 +122,7 @@ def test_conversations_on_the_real_stack(folder: Path) -> None:
             assert model[0]["model"].endswith("<|im_end|>")
             assert between[0]["environment"].startswith("\n<|im_start|>user\nthat was ")
             assert between[0]["environment"].endswith(" characters<|im_end|>\n<|im_start|>assistant\n")
-    sequences = read(folder / "talks")[2]
+    sequences = read(long_folder / "talks")[2]
     assert sequences.written is not None and sequences.logprobs is not None
     assert len(sequences.logprobs) == sequences.written.sum() < len(sequences.written)
 
@@ -132,9 +140,10 @@ def test_a_dense_reward_rises(folder: Path) -> None:
         assert metrics[step]["reward/std"] > 0 and "eval/forward_kl" not in metrics[step]
 
 
-def test_at_a_learning_rate_of_nothing_all_stays(folder: Path) -> None:
+@pytest.mark.slow
+def test_at_a_learning_rate_of_nothing_all_stays(long_folder: Path) -> None:
     """Two optimizer steps a generation, a cut sampler, the trainer's old log-probabilities, and a reference."""
-    metrics = metrics_of(folder / "stays")
+    metrics = metrics_of(long_folder / "stays")
     for step in range(1, 6):
         values = metrics[step]
         for name, expected in (("ratio_mean", 1), ("ratio_max", 1), ("approx_kl", 0), ("teacher_kl", 0)):
@@ -145,8 +154,8 @@ def test_at_a_learning_rate_of_nothing_all_stays(folder: Path) -> None:
         assert "rollout/logprob_gap_mean" not in values
     assert metrics[0]["eval/reward"] == metrics[5]["eval/reward"]
     assert metrics[0]["eval/forward_kl"] == pytest.approx(0, abs=1e-6) == metrics[5]["eval/forward_kl"]
-    before = load_file(folder / "student" / "model.safetensors")
-    after = load_file(folder / "stays" / "checkpoints" / "final" / "model.safetensors")
+    before = load_file(long_folder / "student" / "model.safetensors")
+    after = load_file(long_folder / "stays" / "checkpoints" / "final" / "model.safetensors")
     assert before.keys() == after.keys()
     for name, weight in before.items():  # AdamW moves a weight of exactly zero, the padding's, by about 1e-30
         torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-25)

@@ -5,6 +5,7 @@ One pair of processes goes through all layouts, since importing Megatron takes l
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,30 @@ IN_BFLOAT16 = {
 }
 
 
+LONG = [
+    "tp2-padded-full",
+    "tp2-sp-packed-topk",
+    "tp2-sp-padded-topk",
+    "dp2-packed-topk",
+    "dp2-privileged-topk",
+    "dp2-self-topk",
+    "tp2-sp-average-full",
+    "tp2-padded-lora",
+    "tp2-sp-lora-some",
+    "tp2-sp-lora-base",
+    "tp2-sp-lora-average",
+    "tp2-padded-policy",
+    "dp2-distributed-policy-of-trainer",
+    "dp2-bfloat16",
+    "tp2-sp-lora-bfloat16",
+]
+"""Cases of `make test-all`: each says little that another one doesn't."""
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in names]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What rank 0 of a case reports."""
@@ -218,7 +243,8 @@ def masks(folder: Path, layout: dict[str, Any], rank: int, store: Any) -> dict[s
 def all_cases(rank: int, world_size: int, store: Any, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, case in (CASES | IN_BFLOAT16).items():
-        found[name] = train_case(case, folder, rank, dist.PrefixStore(name, store))
+        if name not in LONG:
+            found[name] = train_case(case, folder, rank, dist.PrefixStore(name, store))
     for family in SHAPES:
         for dtype in DType:
             name = f"{family}-{dtype.name}"
@@ -227,6 +253,11 @@ def all_cases(rank: int, world_size: int, store: Any, folder: Path) -> dict[str,
     for name, layout in MASKED.items():
         found[f"masks-{name}"] = masks(folder, layout, rank, dist.PrefixStore(f"masks-{name}", store))
     return found
+
+
+def long_cases(rank: int, world_size: int, store: Any, folder: Path) -> dict[str, Any]:
+    every = CASES | IN_BFLOAT16
+    return {name: train_case(every[name], folder, rank, dist.PrefixStore(name, store)) for name in LONG}
 
 
 MASKED = {"tp2": TP2 | PADDED, "tp2-sp": TP2_SP, "dp2": DP2}
@@ -257,6 +288,18 @@ def outcomes(folder: Path) -> list[dict[str, Outcome]]:
     return run_ranks(all_cases, 2, folder)
 
 
+@pytest.fixture(scope="module")
+def long_outcomes(folder: Path) -> list[dict[str, Outcome]]:
+    return run_ranks(long_cases, 2, folder)
+
+
+@pytest.fixture
+def both_ranks(name: str, request: pytest.FixtureRequest) -> list[dict[str, Outcome]]:
+    """Those among which the case is."""
+    found: list[dict[str, Outcome]] = request.getfixturevalue("long_outcomes" if name in LONG else "outcomes")
+    return found
+
+
 def assert_equal(found: Outcome, expected: Outcome, before: dict[str, torch.Tensor]) -> None:
     """Losses to 1e-5, gradient norms to 1e-4 of them, and weights by how far they moved from `before`."""
     for step, reference in zip(found.steps, expected.steps, strict=True):
@@ -279,15 +322,17 @@ def before_training(case: Case, folder: Path) -> dict[str, torch.Tensor]:
     return tensors | random_factors(architecture_of(folder / case.family), case.adapter)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_processes_equal_one(name: str, folder: Path, outcomes: list[dict[str, Outcome]]) -> None:
+@pytest.mark.parametrize("name", marked(CASES))
+def test_two_processes_equal_one(name: str, folder: Path, both_ranks: list[dict[str, Outcome]]) -> None:
     case = CASES[name]
     expected = train_case(replace(case, layout={}), folder)
     for rank in (0, 1):
-        assert_equal(outcomes[rank][name], expected, before_training(case, folder))
+        assert_equal(both_ranks[rank][name], expected, before_training(case, folder))
 
 
-@pytest.mark.parametrize("policy", [OF_SAMPLER, OF_TRAINER], ids=["sampler", "trainer"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(OF_SAMPLER, marks=pytest.mark.slow), OF_TRAINER], ids=["sampler", "trainer"]
+)
 def test_micro_batches_change_nothing(policy: GRPOObjective, folder: Path) -> None:
     case = Case("qwen3", {}, 8, 4096, policy=policy)
     whole, parts = train_case(case, folder), train_case(replace(case, micro_batch_tokens=40), folder)
@@ -295,19 +340,19 @@ def test_micro_batches_change_nothing(policy: GRPOObjective, folder: Path) -> No
     assert_equal(parts, whole, load_file(folder / "qwen3" / "model.safetensors"))
 
 
-@pytest.mark.parametrize("name", IN_BFLOAT16)
-def test_bfloat16_stays_close(name: str, folder: Path, outcomes: list[dict[str, Outcome]]) -> None:
+@pytest.mark.parametrize("name", marked(IN_BFLOAT16))
+def test_bfloat16_stays_close(name: str, folder: Path, both_ranks: list[dict[str, Outcome]]) -> None:
     """As far as rounding of sums in another order allows."""
     case = IN_BFLOAT16[name]
     expected = train_case(replace(case, layout={"dtype": DType.bfloat16}), folder)
-    for step, reference in zip(outcomes[1][name].steps, expected.steps, strict=True):
+    for step, reference in zip(both_ranks[1][name].steps, expected.steps, strict=True):
         for metric in ("train/loss", "train/grad_norm"):
             assert step[metric] == pytest.approx(reference[metric], rel=0.03), metric
 
 
 def test_the_cases_are_what_they_should_be(outcomes: list[dict[str, Outcome]]) -> None:
     """Training moved the models, and data-parallel ranks had different numbers of micro-batches somewhere."""
-    for name, outcome in ((name, outcomes[0][name]) for name in CASES | IN_BFLOAT16):
+    for name, outcome in ((name, outcomes[0][name]) for name in CASES | IN_BFLOAT16 if name not in LONG):
         assert abs(outcome.steps[0]["train/loss"]) > 0.001
         assert ("policy/ratio_mean" in outcome.steps[0]) == ("policy" in name)
         assert outcome.steps[0]["train/grad_norm"] > 0.01

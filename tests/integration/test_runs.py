@@ -206,6 +206,7 @@ def test_interrupted_before_the_first_step(world: tuple[Path, list[str]], tmp_pa
         assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.slow
 def test_a_sweep(world: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Two jobs that work, one that fails while it runs, one that fails before: one Ray for all, nothing of a job left
     when the next one starts, and a folder each. In bfloat16 trainer and engine agree as far as it can. One epoch of a
