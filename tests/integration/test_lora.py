@@ -100,8 +100,16 @@ def close(found: Tensor, expected: Tensor, bound: float = 1e-5) -> bool:
 # ---- the same numbers as peft ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("modules", [ALL_LINEAR, SOME], ids=["all", "some"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("qwen3", ALL_LINEAR),
+        ("llama", SOME),
+        pytest.param("qwen3", SOME, marks=pytest.mark.slow),
+        pytest.param("llama", ALL_LINEAR, marks=pytest.mark.slow),
+    ],
+    ids=["qwen3-all", "llama-some", "qwen3-some", "llama-all"],
+)
 def test_logits_and_gradients_equal_peft(family: str, modules: tuple[str, ...], folder: Path) -> None:
     adapter = adapter_of(modules=modules)
     with megatron_device():
