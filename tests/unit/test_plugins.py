@@ -77,7 +77,7 @@ def test_the_example_of_a_data_set_and_the_one_of_a_reward() -> None:
     assert again.train.tokens.tolist() == dataset.train.tokens.tolist()
     options = {"near": {"width": 4}}
     reward = FunctionReward(functions=["near"], options=options, processes=1)
-    check(reward, rows, entries)
+    check(reward, dataset.train_column_names()[0], entries)
     rewarder = FunctionRewarder(reward, tiny_tokenizer(), entries)
     texts = [f"it is {rows[0]['answer']}", f"it is {rows[1]['answer'] + 1}", "no idea"]
     rewards = rewarder.score(batch(texts), [*rows[:2], {"answer": 1}]).result()
@@ -113,9 +113,9 @@ def test_names_of_plugins_are_suggested(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean tidy_up\?; write opsd_reference_solution, tidy_up, package"):
         load_preprocessor("tidyup")
     with pytest.raises(ConfigError, match=r"did you mean brevity\?; write math_verify, .*, code, brevity, package"):
-        check(FunctionReward(functions=["brevty"]), [{}], [entry])
+        check(FunctionReward(functions=["brevty"]), [], [entry])
     with pytest.raises(ConfigError, match=r"brevity takes no completions"):
-        check(FunctionReward(functions=["brevity"]), [{}], [entry])
+        check(FunctionReward(functions=["brevity"]), [], [entry])
 
 
 @pytest.mark.parametrize(
