@@ -20,7 +20,7 @@ from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.environment import MultiTurn
 from rlhf.config.reward import FunctionReward
 from rlhf.config.run import MOST_STEPS, Run
-from rlhf.config.teacher import ColocatedTeacher, OwnTeacher, StandaloneTeacher
+from rlhf.config.teacher import ColocatedTeacher, OwnTeacher, ReferenceTeacher, StandaloneTeacher
 from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import Needs
 from rlhf.data.turns import TurnMarkup, find_markup
@@ -179,9 +179,10 @@ def _check_lesson(run: Run, dataset: Dataset) -> None:
     else:
         regularises = run.teacher.ema_decay is not None and run.algo.sft_alpha > 0 and run.lmbda < 1
     if dataset.statistics.get("data/teacher_prompt_rows") == 0 and not regularises:
+        whose = "reference" if isinstance(run.teacher, ReferenceTeacher) else "self"
         raise ConfigError(
-            "teacher=self has nothing to teach, since no row has a teacher_prompt: teacher and student read the same; "
-            "use data.preprocessor=opsd_reference_solution (or your own), or teacher=colocated"
+            f"teacher={whose} has nothing to teach, since no row has a teacher_prompt: teacher and student read the "
+            "same; use data.preprocessor=opsd_reference_solution (or your own), or teacher=colocated"
         )
 
 

@@ -95,7 +95,7 @@ def show(jobs: Sequence[Job], path: Path, console: rich.console.Console) -> None
     for title in ("job", *varied, *(_title(name) for name in results)):
         table.add_column(title, justify="left" if title in varied else "right")
     for job in sorted(jobs, key=_order(jobs)):
-        values = [job.values.get(key, "") for key in varied]
+        values = [Text(job.values.get(key, "")) for key in varied]  # not markup: [format] is a value
         if not job.finished:
             table.add_row(str(job.number), *values, Text(job.status, style="red"))
         else:

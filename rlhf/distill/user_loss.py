@@ -56,14 +56,19 @@ class UserLoss:
         student, teacher = logits.log_softmax(-1)
         student = student.requires_grad_()
         function = _function_of(self)
+        gradient = None
         try:
             terms = function(student, teacher)
-        except Exception as error:
+            right = isinstance(terms, Tensor) and terms.shape == student.shape and terms.is_floating_point()
+            if right and terms.requires_grad:
+                (gradient,) = torch.autograd.grad(terms.sum(), student, allow_unused=True)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a user's function may even call sys.exit
             raise ConfigError(f"{key} fails: {type(error).__name__}: {one_line(error)}{line_of(error)}") from error
-        if not isinstance(terms, Tensor) or terms.shape != student.shape:
-            shape = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
-            raise ConfigError(f"{key} must give one number for each of the (3, 5) log-probabilities, got {shape}")
-        gradient = torch.autograd.grad(terms.sum(), student, allow_unused=True)[0] if terms.requires_grad else None
+        if not right:
+            got = f"{tuple(terms.shape)} of {terms.dtype}" if isinstance(terms, Tensor) else type(terms).__name__
+            raise ConfigError(f"{key} must give one number for each of the (3, 5) log-probabilities, got {got}")
         if gradient is None:
             raise ConfigError(f"{key} has no gradient for the student's log-probabilities; compute it with torch")
         if not bool(terms.isfinite().all() and gradient.isfinite().all()):

@@ -69,6 +69,9 @@ def load_function(name: str, options: dict[str, Any]) -> Loaded:
         factory = FACTORIES[name]
         known = list(inspect.signature(factory).parameters)
         _refuse_unknown(name, options, known)
+        needed = [one.name for one in inspect.signature(factory).parameters.values() if one.default is one.empty]
+        if lacking := [one for one in needed if one not in options]:
+            raise ConfigError(f"reward.functions={name} needs reward.options.{name}.{lacking[0]}=VALUE")
         try:
             made = factory(**options)
         except (TypeError, ValueError) as error:
@@ -80,6 +83,13 @@ def load_function(name: str, options: dict[str, Any]) -> Loaded:
 
 def _with_options(name: str, function: RewardFunction, options: dict[str, Any]) -> Loaded:
     """A user's function; its options are keyword arguments that are always the same."""
+    for kind, is_kind in (
+        ("an async function", inspect.iscoroutinefunction),
+        ("a generator", inspect.isgeneratorfunction),
+        ("a class", inspect.isclass),
+    ):
+        if is_kind(function):
+            raise ConfigError(f"reward.functions={name} is {kind}; write a function that returns a list of numbers")
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:

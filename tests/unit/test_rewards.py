@@ -43,6 +43,14 @@ def lengths(completions):
     return [len(text) for text in completions]
 
 
+async def later(completions):
+    return [1.0 for _ in completions]
+
+
+def one_by_one(completions):
+    yield 1.0
+
+
 def level(completions, level, scale=1.0):
     return [None if value is None else value * scale for value in level]
 
@@ -369,7 +377,9 @@ def test_columns_that_cannot_be_sent_are_named(file: Path) -> None:
         ),
         (["code"], {}, "code needs a column 'tests', which the data doesn't have; did you mean test"),
         (["code"], {"code": {"colum": "x"}}, r"reward\.options\.code\.colum is no option of code; did you mean column"),
-        (["length"], {}, r"reward\.options\.length: .*missing .* 'target'"),
+        (["length"], {}, r"reward\.functions=length needs reward\.options\.length\.target=VALUE"),
+        (["{}:later"], {}, r"later is an async function; write a function that returns a list of numbers"),
+        (["{}:one_by_one"], {}, r"one_by_one is a generator; write"),
         (["length"], {"length": {"target": 0}}, r"target=0 must be a whole number from 1"),
         (["format"], {"format": {"pattern": "("}}, r"pattern=\( is no regular expression"),
         (["format"], {"fromat": {}}, r"reward\.options\.fromat is for a function that .* name; did you mean format\?"),

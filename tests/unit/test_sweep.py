@@ -82,6 +82,15 @@ def test_with_rewards_the_highest_comes_first(tmp_path: Path) -> None:
     ]
 
 
+def test_values_in_brackets_are_shown(tmp_path: Path) -> None:
+    jobs = [
+        Job(n, [f"reward.functions=[{one}]"], tmp_path, finished=True) for n, one in enumerate(("format", "length"))
+    ]
+    out = io.StringIO()
+    show(jobs, tmp_path, rich.console.Console(file=out, width=80))
+    assert "[format]" in out.getvalue() and "[length]" in out.getvalue()
+
+
 def test_held_out_rewards_and_those_of_training_have_titles_of_their_own(tmp_path: Path) -> None:
     jobs = [Job(0, ["train.lr=1"], tmp_path, finished=True, results={"eval/reward": 0.25, "reward/mean": 0.5})]
     out = io.StringIO()

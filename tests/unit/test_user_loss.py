@@ -78,6 +78,8 @@ def test_it_travels_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("return (teacher * 1).detach()", "no gradient"),
         ("return student.exp() * (student - teacher) / teacher.exp()", "isn't finite where an outcome is impossible"),
         ("return student @ 3", "fails: TypeError"),
+        ("raise SystemExit(2)", "fails: SystemExit: 2, line 2 of"),
+        ("return student * 1j", "one number for each of the .* of torch.complex64"),
     ],
 )
 def test_what_is_no_loss_is_refused(body: str, message: str, tmp_path: Path) -> None:
