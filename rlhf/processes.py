@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,6 +31,15 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
+def run(serve: Callable[[Connection], None]) -> None:
+    """What a `UserProcess` does, until its driver hangs up. argv: the connection's descriptor, the driver's process."""
+    connection = Connection(int(sys.argv[1]))
+    die_with(int(sys.argv[2]))
+    adopt_orphans()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        serve(connection)
+
+
 @dataclass(frozen=True)
 class Ended:
     """Received from a process that is gone."""
@@ -44,10 +54,11 @@ class UserProcess:
     def __init__(self, module: str, setup: Any) -> None:
         """
         Args:
-            module: whose `main` runs there.
+            module: whose `serve` runs there.
             setup: the first message; its `path` is the process's `sys.path`.
         """
-        start = f"from {module} import main; main()"  # not `python -m`: its classes would be those of __main__
+        # Not `python -m`: its classes would be those of __main__.
+        start = f"from rlhf.processes import run; from {module} import serve; run(serve)"
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(

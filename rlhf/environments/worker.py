@@ -13,7 +13,6 @@ End (episode)                           ──► calls close, forgets it
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import numbers
 import sys
@@ -27,7 +26,6 @@ import numpy as np
 from rlhf import plugins
 from rlhf.environments.base import Turn
 from rlhf.errors import ConfigError, one_line
-from rlhf.processes import adopt_orphans, die_with
 from rlhf.user_code import imported, line_of
 
 RESERVED = ("seed",)
@@ -84,15 +82,6 @@ class Failed:
     """A class that can't be loaded, a method that raised, or a step that gave something else than a Turn."""
 
     reason: str
-
-
-def main() -> None:
-    """argv: the file descriptor of the connection, the driver's process id."""
-    connection = Connection(int(sys.argv[1]))
-    die_with(int(sys.argv[2]))
-    adopt_orphans()
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(connection)
 
 
 def serve(connection: Connection) -> None:

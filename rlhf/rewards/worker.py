@@ -9,7 +9,6 @@ Call (function, its columns)        ──►   calls it
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,7 +16,6 @@ from typing import Any
 
 from rlhf.errors import ConfigError, one_line
 from rlhf.plugins import load_plugins
-from rlhf.processes import adopt_orphans, die_with
 from rlhf.rewards.functions import Loaded, Wrong, checked, load_function
 from rlhf.user_code import line_of
 
@@ -51,15 +49,6 @@ class Failed:
     """Of the completion among those of the call, if it is known."""
     killed: bool = False
     """The process is gone with it."""
-
-
-def main() -> None:
-    """argv: the file descriptor of the connection, the driver's process id."""
-    connection = Connection(int(sys.argv[1]))
-    die_with(int(sys.argv[2]))
-    adopt_orphans()
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(connection)
 
 
 def serve(connection: Connection) -> None:

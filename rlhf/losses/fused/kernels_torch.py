@@ -116,7 +116,10 @@ def mixture_moments(
     log_zy: Float[Tensor, " rows"],
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
     """sum p log(p / m) and sum q log(q / m) with p, q the distributions of x and y and m = beta q + (1 - beta) p."""
-    log_p, p, log_q, q, _ = _pair(x, y, transform, transform_y, columns, temperature, log_zx, log_zy)
+    z, _, _ = _logits(x, transform, columns, temperature)
+    u, _, _ = _logits(y, transform_y, columns, temperature)
+    log_p, log_q = z - log_zx[:, None], u - log_zy[:, None]
+    p, q = log_p.exp(), log_q.exp()
     log_m = _log_mixture(p, q, beta)
     return (p * (log_p - log_m)).sum(-1), (q * (log_q - log_m)).sum(-1)
 
@@ -140,13 +143,14 @@ def divergence_gradient_(
         mean: for beta=1 the mean gap of x's statistics, and for 0 < beta < 1 KL(p||m): sums of the very terms that they
             are subtracted from here, so that they cancel where the gradient vanishes. Not used for beta=0.
     """
-    log_p, p, _, q, slope = _pair(x, y, transform, transform_y, columns, temperature, log_zx, log_zy)
+    z, _, slope = _logits(x, transform, columns, temperature)
+    u, _, _ = _logits(y, transform_y, columns, temperature)
+    log_p = z - log_zx[:, None]
+    p, q = log_p.exp(), (u - log_zy[:, None]).exp()
     if beta == 0:
         gradient = p - q
     elif beta == 1:
         assert mean is not None
-        z, _, _ = _logits(x, transform, columns, temperature)
-        u, _, _ = _logits(y, transform_y, columns, temperature)
         gradient = p * (z - u - mean[:, None])
     else:
         assert mean is not None
@@ -188,23 +192,6 @@ def _logits(raw: Tensor, transform: Transform, columns: int, temperature: float)
     raw = raw if raw.dtype == torch.float64 else raw.float()
     z, slope = transform(raw, None if transform.bias is None else transform.bias[:columns])
     return (z / temperature).masked_fill(~kept, EXCLUDED), kept, slope
-
-
-def _pair(
-    x: Tensor,
-    y: Tensor,
-    transform: Transform,
-    transform_y: Transform,
-    columns: int,
-    temperature: float,
-    log_zx: Tensor,
-    log_zy: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """log p, p, log q, q, and the derivative of x's logits."""
-    z, _, slope = _logits(x, transform, columns, temperature)
-    u, _, _ = _logits(y, transform_y, columns, temperature)
-    log_p, log_q = z - log_zx[:, None], u - log_zy[:, None]
-    return log_p, log_p.exp(), log_q, log_q.exp(), slope
 
 
 def _log_mixture(p: Tensor, q: Tensor, beta: float) -> Tensor:

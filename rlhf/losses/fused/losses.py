@@ -8,7 +8,7 @@ tests/unit/test_fused.py, and split over ranks in tests/integration/test_paralle
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -64,7 +64,7 @@ def full_divergence(
             converted(teacher.select(rows)),
             beta,
             temperature,
-            _Measured(student, None if targets is None else targets[rows], sampler_temperature),
+            _Measured(None if targets is None else targets[rows], sampler_temperature),
         )
         total, losses = weighted_loss(student.select(rows), some, loss)
         ones = torch.ones_like(losses)
@@ -102,7 +102,7 @@ def topk_divergence(
         def outcomes(part: slice, logprobs: Tensor, rest: Tensor) -> Tensor:
             return topk_outcomes(logprobs, rest, scores[part], slots[part], beta, temperature, tail, terms_of)
 
-        measured = _Measured(student, None if targets is None else targets[rows], sampler_temperature)
+        measured = _Measured(None if targets is None else targets[rows], sampler_temperature)
         loss = _SelectedRows(
             student.select(rows), slots.ids, slots.kept, outcomes, temperature, measured, bounded=terms_of is None
         )
@@ -130,17 +130,20 @@ def token_loss(
     """
 
     def of_rows(rows: Tensor | slice, some: Weights) -> tuple[Tensor, RowLosses]:
+        seen: list[Tensor] = []
+
         def of_part(part: slice, logprobs: Tensor, rest: Tensor) -> Tensor:
+            seen.append(logprobs.detach()[:, 0])
             index = part if isinstance(rows, slice) else rows[part]
             return loss_of(index, logprobs[:, 0])
 
         ids = targets[rows].long()[:, None]
-        measured = _Measured(student, targets[rows], temperature)
+        measured = _Measured(None, temperature)
         every = torch.ones_like(ids, dtype=torch.bool)
         loss = _SelectedRows(student.select(rows), ids, every, of_part, temperature, measured, bounded=False)
         total, losses = weighted_loss(student.select(rows), some, loss)
         ones = torch.ones_like(losses)
-        return total, measured.rows(losses, ones, ones)
+        return total, replace(measured.rows(losses, ones, ones), logprob=_joined(seen, losses))
 
     return _of_weighted_rows(student, weights, of_rows)
 
@@ -167,7 +170,6 @@ def _of_weighted_rows(
 class _Measured:
     """Entropy at temperature 1, and the log-probability of the targets at the sampler's, of rows as they come."""
 
-    head: VocabHead
     targets: Int[Tensor, " rows"] | None
     sampler_temperature: float
     entropies: list[Tensor] = field(default_factory=list)
@@ -333,7 +335,7 @@ class _SelectedRows:
         if target is not None:
             measured.logprobs.append(target / measured.target_temperature - at(measured.target_temperature)[1])
         log_rest, log_z, _ = at(t)
-        with torch.enable_grad():
+        with torch.set_grad_enabled(weights is not None):
             logprobs = (logits / t - log_z[:, None]).requires_grad_()
             log_p_rest = (log_rest - log_z).requires_grad_()
             loss = self.loss_of(rows, logprobs, log_p_rest)
