@@ -14,9 +14,8 @@ from rlhf.config.distill import Tail, TopK
 from rlhf.distill.base import TeacherHeadOf
 from rlhf.distill.user_loss import UserLoss
 from rlhf.errors import ConfigError
-from rlhf.losses.divergence import CHUNK_ROWS, log_probs
 from rlhf.losses.fused.losses import topk_divergence
-from rlhf.losses.fused.projection import converted
+from rlhf.losses.fused.scores import topk_scores
 from rlhf.losses.heads import VocabHead
 from rlhf.losses.rows import RowLosses, TopKScores
 
@@ -49,18 +48,7 @@ class TopKDistill:
                 f"distill.k={self.k} exceeds the vocabulary of {vocabulary} tokens; "
                 f"write distill.k={vocabulary} or less"
             )
-        teacher_head = converted(teacher_head)
-        starts = range(0, max(len(teacher_head), 1), CHUNK_ROWS)
-        return TopKScores.concat([self._score(teacher_head.select(slice(at, at + CHUNK_ROWS))) for at in starts])
-
-    def _score(self, teacher_head: VocabHead) -> TopKScores:
-        shard = teacher_head.shard
-        every_logprob = log_probs(teacher_head.logits(), shard=shard)
-        logprobs, ids = shard.topk(every_logprob, self.k)
-        log_normaliser = None
-        if self.temperature != 1:
-            log_normaliser = shard.logsumexp(every_logprob / self.temperature).float()
-        return TopKScores(ids.int(), logprobs.float(), log_normaliser)
+        return topk_scores(teacher_head, self.k, self.temperature)
 
     def divergence(
         self,

@@ -57,6 +57,8 @@ class VocabHead:
 
     def select(self, rows: slice | Int[Tensor, " chosen"]) -> VocabHead:
         """The same head over some of the rows."""
+        if isinstance(rows, slice) and rows == slice(None):
+            return self  # autograd would copy the gradient of a slice
         return replace(self, hidden=self.hidden[rows])
 
     @property

@@ -124,13 +124,19 @@ class Shard:
     @torch.no_grad()
     def topk(self, values: Float[Tensor, "rows n"], k: int) -> tuple[Float[Tensor, "rows k"], Int[Tensor, "rows k"]]:
         """The k largest values of each row over the whole vocabulary, largest first, and their tokens."""
-        largest, ids = values.topk(min(k, values.shape[1]), dim=-1)
-        ids = ids + self.start
+        return self.largest(*values.topk(min(k, values.shape[1]), dim=-1), k)
+
+    @torch.no_grad()
+    def largest(
+        self, own: Float[Tensor, "rows m"], columns: Int[Tensor, "rows m"], k: int
+    ) -> tuple[Float[Tensor, "rows k"], Int[Tensor, "rows k"]]:
+        """`topk`, from the largest of the own columns: k, or all there are; as many on every rank."""
+        ids = columns + self.start
         if self.group is None:
-            return largest, ids
-        largest, ids = self._gathered(largest), self._gathered(ids)
-        largest, order = largest.topk(k, dim=-1)
-        return largest, ids.gather(1, order)
+            return own, ids
+        values, ids = self._gathered(own), self._gathered(ids)
+        values, order = values.topk(k, dim=-1)
+        return values, ids.gather(1, order)
 
     def _gathered(self, values: Tensor) -> Tensor:
         """Every rank's columns, side by side."""

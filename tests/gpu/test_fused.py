@@ -131,3 +131,25 @@ def test_policy_losses_have_no_bound():
     (-1e4 * b.logits().log_softmax(-1).gather(1, targets[:, None]).mean()).backward()
     for one, other in ((a.hidden.grad, b.hidden.grad), (a.weight.grad, b.weight.grad)):
         assert (one.double() - other).norm() / other.norm() < 5e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 6.0, "scale": 2.0}, {"bias": True}])
+@pytest.mark.parametrize(("vocabulary", "rows", "k"), [(5_003, 700, 16), (1_280, 3, 32), (300, 5, 32)])
+def test_top_k_scores(options, vocabulary, rows, k):
+    """A vocabulary that fills its groups of columns and one that doesn't, padding in the head, and fewer groups than k;
+    the first tokens of a row are neighbours, so that one group holds many of them."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(rows, 256, generator=generator, device="cuda").bfloat16()
+    weight = (torch.randn(vocabulary + 61, 256, generator=generator, device="cuda") * 0.1).bfloat16()
+    weight[:20] = weight[:1] * (1 + torch.arange(20, device="cuda")[:, None] / 64)
+    weight[vocabulary:] *= 10  # padding must not win
+    bias = torch.linspace(-1, 1, len(weight), device="cuda") if options.get("bias") else None
+    head = VocabHead(hidden, weight, bias, options.get("scale", 1.0), options.get("softcap"), vocab_size=vocabulary)
+    exact = replace(head, hidden=hidden.double(), weight=weight.double()).logits()
+    expected = exact.log_softmax(-1)
+    scores = TopKDistill(k, Tail.bucket, 0.7).score(head)
+    assert (scores.ids < vocabulary).all() and all(len(set(row)) == k for row in scores.ids.tolist())
+    close = dict(rtol=2e-3, atol=4e-3)
+    torch.testing.assert_close(scores.logprobs.double(), expected.topk(k).values, **close)
+    torch.testing.assert_close(scores.logprobs.double(), expected.gather(1, scores.ids.long()), **close)
+    torch.testing.assert_close(scores.log_normaliser.double(), (expected / 0.7).logsumexp(-1), **close)

@@ -211,8 +211,6 @@ def test_peaked_distributions():
 def test_bfloat16_is_close_and_reads_no_memory_beyond_a_row(monkeypatch):
     """Without the zeros beyond the columns, torch's matmul makes NaN of what it finds there."""
     monkeypatch.setattr(projection, "CPU_BLOCK_BYTES", 2**20)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -225,6 +223,8 @@ def test_bfloat16_is_close_and_reads_no_memory_beyond_a_row(monkeypatch):
     rounded = replace(student, hidden=student.hidden.bfloat16(), weight=student.weight.bfloat16())
     scores, weights = TopKDistill(8, Tail.bucket, 1.0).score(teacher), torch.full((40,), 1 / 40)
     a, b = leaves(student), leaves(rounded)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
     exact, _ = fused.topk_divergence(a, scores, weights, 0.5, 1.0, Tail.bucket)
     total, _ = fused.topk_divergence(b, scores, weights, 0.5, 1.0, Tail.bucket)
     (exact + total).backward()

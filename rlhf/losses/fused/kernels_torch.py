@@ -18,10 +18,12 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhf.losses.heads import VocabHead
+from rlhf.losses.heads import VocabHead, at_least_float32
 
 EXCLUDED = -60000.0
 """Finite also in float16, and exact there."""
+GROUP = 128
+"""Columns of which `top` looks at the largest first."""
 TINY = 1e-37
 """Keeps the logarithm of a probability that underflowed finite; it is multiplied by that zero."""
 
@@ -102,6 +104,18 @@ def _of(z: Tensor, kept: Tensor, gap: Tensor | None) -> RowStatistics:
         (weight * z).sum(-1) / total,
         None if gap is None else (weight * gap).sum(-1) / total,
     )
+
+
+def top(x: Float[Tensor, "rows n"], transform: Transform, columns: int, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest logits of each row at temperature 1, largest first, and their columns; both `[rows, k]`.
+
+    Args:
+        x: of a buffer whose rows are a multiple of `GROUP` long, and `EXCLUDED` from `columns` on.
+    """
+    logits, _ = transform(
+        at_least_float32(x[:, :columns]), None if transform.bias is None else transform.bias[:columns]
+    )
+    return logits.topk(k)
 
 
 def mixture_moments(

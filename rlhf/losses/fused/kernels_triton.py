@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf.losses.fused.kernels_torch import EXCLUDED, RowStatistics, Transform
+from rlhf.losses.fused import kernels_torch
+from rlhf.losses.fused.kernels_torch import EXCLUDED, GROUP, RowStatistics, Transform
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
@@ -206,7 +207,7 @@ def statistics(
     _statistics_kernel[(rows,)](
         *_block(x, transform, temperature), *_block(other, transform_other, temperature), out, columns, rows,
         PAIR=y is not None, GAPS=gaps, **_flags("X", transform), **_flags("Y", transform_other),
-        BLOCK=BLOCK, num_warps=WARPS,
+        BLOCK=BLOCK, num_warps=2 * WARPS if gaps else WARPS,
     )  # fmt: skip
     log_zx, mean, log_zy, gap_x, gap_y = out
     of_x = RowStatistics(log_zx, mean, gap_x if gaps else None)
@@ -275,6 +276,32 @@ def softmax_gradient_(
         *_block(x, transform, temperature), out, columns, width,
         a, log_u, b, log_v, _outer(transform, temperature), **_flags("X", transform), BLOCK=2 * BLOCK, num_warps=WARPS,
     )  # fmt: skip
+
+
+@triton.jit
+def _maxima_kernel(x_pointer, x_stride, out, groups, n, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(x_pointer + row * x_stride + columns, mask=columns < n, other=-60000.0)
+    tl.store(out + row * groups + group, tl.max(x, 1), mask=group < groups)
+
+
+def top(x: Tensor, transform: Transform, columns: int, k: int) -> tuple[Tensor, Tensor]:
+    """See `kernels_torch.top`. The k largest are in the k groups with the largest maxima."""
+    rows, groups = len(x), triton.cdiv(columns, GROUP)
+    if transform.bias is not None or transform.scale < 0 or k >= groups:
+        return kernels_torch.top(x, transform, columns, k)  # another order than the raw logits', or nothing to gain
+    maxima = torch.empty(rows, groups, dtype=x.dtype, device=x.device)
+    _maxima_kernel[(rows, triton.cdiv(groups, 32))](
+        x, x.stride(0), maxima, groups, columns, GROUP=GROUP, GROUPS=32, num_warps=WARPS
+    )
+    chosen = maxima.topk(k, sorted=False).indices
+    grouped = x.as_strided((rows, groups, GROUP), (x.stride(0), GROUP, 1))
+    candidates = grouped.gather(1, chosen[:, :, None].expand(-1, -1, GROUP)).flatten(1)
+    raw, place = candidates.topk(k)
+    logits, _ = transform(raw.float(), None)
+    return logits, chosen.gather(1, place // GROUP) * GROUP + place % GROUP
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from rlhf.losses.fused.projection import (
     gradient_dtype,
     kernels_for,
     project,
+    ready,
     weighted_loss,
 )
 from rlhf.losses.heads import VocabHead, shared_shard
@@ -57,16 +58,13 @@ def full_divergence(
         MisalignedScores: the heads have different numbers of rows.
     """
     require_rows(student, len(teacher))
+    weight, teacher = ready(student.weight), converted(teacher)
 
     def of_rows(rows: Tensor | slice, some: Weights) -> tuple[Tensor, RowLosses]:
-        loss = _FullRows(
-            student.select(rows),
-            converted(teacher.select(rows)),
-            beta,
-            temperature,
-            _Measured(None if targets is None else targets[rows], sampler_temperature),
-        )
-        total, losses = weighted_loss(student.select(rows), some, loss)
+        head = student.select(rows)
+        measured = _Measured(None if targets is None else targets[rows], sampler_temperature)
+        loss = _FullRows(head, teacher.select(rows), beta, temperature, measured)
+        total, losses = weighted_loss(head, weight, some, loss)
         ones = torch.ones_like(losses)
         return total, loss.measured.rows(losses, ones, ones)
 
@@ -94,19 +92,18 @@ def topk_divergence(
         MisalignedScores: the scores don't have one row for each of the student's.
     """
     require_rows(student, len(teacher))
+    weight = ready(student.weight)
 
     def of_rows(rows: Tensor | slice, some: Weights) -> tuple[Tensor, RowLosses]:
-        scores = teacher[rows]
+        head, scores = student.select(rows), teacher[rows]
         slots = topk_slots(scores, student.vocabulary)
 
         def outcomes(part: slice, logprobs: Tensor, rest: Tensor) -> Tensor:
             return topk_outcomes(logprobs, rest, scores[part], slots[part], beta, temperature, tail, terms_of)
 
         measured = _Measured(None if targets is None else targets[rows], sampler_temperature)
-        loss = _SelectedRows(
-            student.select(rows), slots.ids, slots.kept, outcomes, temperature, measured, bounded=terms_of is None
-        )
-        total, losses = weighted_loss(student.select(rows), some, loss)
+        loss = _SelectedRows(head, slots.ids, slots.kept, outcomes, temperature, measured, bounded=terms_of is None)
+        total, losses = weighted_loss(head, weight, some, loss)
         teacher_mass = mass(scores.logprobs.to(losses.dtype), slots.alive)
         return total, measured.rows(losses, teacher_mass, mass(loss.logprobs_at_1, slots.alive))
 
@@ -128,8 +125,10 @@ def token_loss(
     Returns:
         `RowLosses.logprob` is at `temperature`, too.
     """
+    weight = ready(student.weight)
 
     def of_rows(rows: Tensor | slice, some: Weights) -> tuple[Tensor, RowLosses]:
+        head = student.select(rows)
         seen: list[Tensor] = []
 
         def of_part(part: slice, logprobs: Tensor, rest: Tensor) -> Tensor:
@@ -140,8 +139,8 @@ def token_loss(
         ids = targets[rows].long()[:, None]
         measured = _Measured(None, temperature)
         every = torch.ones_like(ids, dtype=torch.bool)
-        loss = _SelectedRows(student.select(rows), ids, every, of_part, temperature, measured, bounded=False)
-        total, losses = weighted_loss(student.select(rows), some, loss)
+        loss = _SelectedRows(head, ids, every, of_part, temperature, measured, bounded=False)
+        total, losses = weighted_loss(head, weight, some, loss)
         ones = torch.ones_like(losses)
         return total, replace(measured.rows(losses, ones, ones), logprob=_joined(seen, losses))
 
@@ -155,10 +154,10 @@ def _of_weighted_rows(
 ) -> tuple[Tensor, RowLosses]:
     """`of_rows` of the rows that have a weight; zeros for the others."""
     device = student.hidden.device
-    counted = weights.detach() != 0
-    if bool(counted.all()):
+    counted = weights.detach().cpu().numpy() != 0
+    if counted.all():
         return of_rows(slice(None), Weights.of(weights, device))
-    chosen = counted.nonzero()[:, 0]
+    chosen = torch.from_numpy(counted.nonzero()[0])
     total, rows = of_rows(chosen.to(device), Weights.of(weights[chosen], device))
     return total, rows.spread_out(chosen.to(device), len(student))
 
@@ -234,8 +233,8 @@ class _FullRows:
             loss = mean - log_z[0] + log_z[1]
         else:
             moments = kernels.mixture_moments(raw, other, *transforms, columns, t, self.beta, *log_z)
-            mean, of_teacher = shard.add(torch.stack(moments))
-            loss = self.beta * of_teacher + (1 - self.beta) * mean
+            mean, of_teacher = moments if shard.group is None else shard.add(torch.stack(moments))
+            loss = torch.lerp(mean, of_teacher, self.beta)
         if weights is not None:
             kernels.divergence_gradient_(raw, other, *transforms, columns, t, self.beta, *log_z, mean, weights)
         return loss.clamp(min=0.0)  # rounding, where both distributions are the same

@@ -4,7 +4,7 @@ for each block of rows, whose gradients by the logits are kept together:
     for each part of it:
         logits = hidden @ weight.T                 # once: nothing is projected again in backward
         RowLoss: losses of these rows; logits become d loss / d logits, in place
-        d hidden = d logits @ weight
+    d hidden = d logits @ weight
     d weight += d logits.T @ hidden                # in fp32, straight into Megatron's main_grad where there is one
 
 On a GPU, logits and their gradients are float16 for models in bfloat16: the same bytes and speed, and three more bits.
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -85,8 +86,9 @@ class Weights:
     @classmethod
     def of(cls, weights: Float[Tensor, " rows"], device: torch.device) -> Weights:
         """From a tensor of the host, without synchronisation; one of the GPU has to be waited for."""
-        largest = float(weights.detach().abs().max()) if len(weights) else 0.0
-        return cls(weights.detach().to(device, non_blocking=True), largest)
+        weights = weights.detach()
+        largest = float(np.abs(weights.cpu().numpy()).max(initial=0.0))  # numpy: less to do for the CPU than torch
+        return cls(weights.to(device, non_blocking=True), largest)
 
 
 def kernels_for(device: torch.device) -> ModuleType:
@@ -108,26 +110,34 @@ def gradient_dtype(logits: torch.dtype, bounded: bool) -> torch.dtype:
     return torch.bfloat16 if logits == torch.float16 and not bounded else logits
 
 
+def ready(weight: Float[Tensor, "V_local H"]) -> Float[Tensor, "V_local H"]:
+    """A head's weight in `compute_dtype`, without gradient."""
+    return kernels_for(weight.device).cast(weight.detach(), compute_dtype(weight))
+
+
 def converted(head: VocabHead) -> VocabHead:
     """A head in `compute_dtype`. A teacher's that comes in it, as teachers keep theirs, costs nothing."""
-    weight = head.weight.detach()
-    return replace(head, weight=kernels_for(weight.device).cast(weight, compute_dtype(weight)))
+    return replace(head, weight=ready(head.weight))
 
 
 def project(raw: Tensor, head: VocabHead, rows: slice) -> None:
     """raw = hidden[rows] @ weight.T, of a head in `compute_dtype`."""
-    hidden = kernels_for(raw.device).cast(head.hidden[rows], head.weight.dtype)
-    torch.mm(hidden, head.weight.t(), out=raw)
+    torch.mm(head.hidden[rows].to(head.weight.dtype), head.weight.t(), out=raw)
 
 
-def weighted_loss(head: VocabHead, weights: Weights, row_loss: RowLoss) -> tuple[Tensor, Float[Tensor, " rows"]]:
+def weighted_loss(
+    head: VocabHead, ready_weight: Float[Tensor, "V_local H"], weights: Weights, row_loss: RowLoss
+) -> tuple[Tensor, Float[Tensor, " rows"]]:
     """sum(weights * losses), with gradients for the head's hidden rows, weight and bias; and the losses, without.
+
+    Args:
+        ready_weight: `ready(head.weight)`. Whoever has it made first of all gives a GPU something to do meanwhile.
 
     Under tensor parallelism each rank passes its part of the head and the same hidden rows, whose gradients are summed.
     """
     hidden = head.shard.spread(head.hidden)
     wanted = torch.is_grad_enabled()  # inside, it never is
-    total, losses = _WeightedLoss.apply(hidden, head.weight, head.bias, head, weights, row_loss, wanted)
+    total, losses = _WeightedLoss.apply(hidden, head.weight, head.bias, head, ready_weight, weights, row_loss, wanted)
     return total, losses
 
 
@@ -139,6 +149,7 @@ class _WeightedLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         head: VocabHead,
+        ready_weight: Tensor,
         weights: Weights,
         row_loss: RowLoss,
         wanted: bool,
@@ -146,8 +157,16 @@ class _WeightedLoss(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = (needed and wanted for needed in ctx.needs_input_grad[:3])
         wants_any = wants_hidden or wants_weight or wants_bias
         given = head.weight.detach()
-        head = converted(replace(head, hidden=hidden.detach()))
+        head = replace(head, hidden=hidden.detach(), weight=ready_weight)
         dtype, columns = head.weight.dtype, head.weight.shape[0]
+        plan = RowBlocks.of(len(head), columns, dtype, hidden.device, row_loss.budget)
+        # One column more than there are tokens: where a row loss puts what belongs to no column. Rows stay aligned.
+        buffer = torch.empty(plan.block, -(-(columns + 1) // 16) * 16, dtype=dtype, device=hidden.device)
+        if not buffer.is_cuda:
+            # torch's bfloat16 matmul on CPUs multiplies what lies beyond a row with zero (2.13): it must be finite.
+            buffer[:, columns:] = 0
+        first = slice(0, min(plan.part, len(head)))
+        project(buffer[: first.stop, :columns], head, first)  # what follows is prepared meanwhile
         of_gradients = gradient_dtype(dtype, row_loss.bounded)
         backward_weight = given if given.dtype == of_gradients else head.weight.to(of_gradients)
         scale = 1.0
@@ -162,23 +181,18 @@ class _WeightedLoss(torch.autograd.Function):
             d_weight = torch.zeros_like(weight, dtype=exact)
         d_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wants_bias else None
         scaled = weights.values.to(exact) * scale
-        plan = RowBlocks.of(len(head), columns, dtype, hidden.device, row_loss.budget)
-        # One column more than there are tokens: where a row loss puts what belongs to no column. Rows stay aligned.
-        buffer = torch.empty(plan.block, -(-(columns + 1) // 16) * 16, dtype=dtype, device=hidden.device)
-        # torch's bfloat16 matmul on CPUs multiplies what lies beyond a row with zero (2.13): it must be finite.
-        buffer[:, columns:] = 0
         for block in plan.blocks():
             raw_block = buffer[: block.stop - block.start, :columns]
             for part in plan.parts(block):
                 raw = raw_block[part.start - block.start : part.stop - block.start]
-                project(raw, head, part)
+                if part.start > 0:
+                    project(raw, head, part)
                 losses[part] = row_loss(part, raw, scaled[part] if wants_any else None)
-                if d_hidden is not None:
-                    d_hidden[part] = (_mm(raw.view(of_gradients), backward_weight) * (1 / scale)).to(d_hidden.dtype)
             gradients = raw_block.view(of_gradients)
+            if d_hidden is not None:
+                torch.mul(_mm(gradients, backward_weight), 1 / scale, out=d_hidden[block])
             if d_weight is not None:
-                hidden_block = kernels_for(hidden.device).cast(head.hidden[block], of_gradients)
-                _add_mm_(d_weight, gradients, hidden_block, 1 / scale)
+                _add_mm_(d_weight, gradients, head.hidden[block].to(of_gradients), 1 / scale)
             if d_bias is not None:
                 d_bias += gradients.sum(0, dtype=exact) / scale
         ctx.weight_dtype = weight.dtype
@@ -193,10 +207,13 @@ class _WeightedLoss(torch.autograd.Function):
         if ctx.in_main_grad:
             # It was added already, as d total / d total = 1: this loss is a term of the step's, whose weights hold all.
             _require_one(d_total)
+        elif d_hidden is not None:
+            d_hidden.mul_(d_total.to(d_hidden.dtype))
         return (
-            None if d_hidden is None else d_hidden.mul_(d_total.to(d_hidden.dtype)),
+            d_hidden,
             None if d_weight is None else d_weight.mul_(d_total).to(ctx.weight_dtype),
             None if d_bias is None else d_bias.mul_(d_total).to(ctx.bias_dtype),
+            None,
             None,
             None,
             None,
