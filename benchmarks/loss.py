@@ -13,8 +13,6 @@ errors of loss, d hidden and d head against float64 arithmetic on the same bfloa
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,12 +23,12 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from benchmarks.record import RESULTS, device_name, write_record
 from rlhf.config.distill import Tail
 from rlhf.losses.fused import losses as fused
 from rlhf.losses.heads import VocabHead
 from rlhf.losses.rows import TopKScores
 
-RESULTS = Path(__file__).parent / "results"
 PAUSE_S = 0.3
 CALLS = 7
 
@@ -324,18 +322,6 @@ def measure_topk(smoke: bool, device: str, dtype: torch.dtype) -> dict[str, floa
     return found
 
 
-def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("triton", "trl", "liger-kernel"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the CPU")
@@ -344,15 +330,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for loss.json")
     arguments = parser.parse_args()
     metrics = measure(arguments.smoke, arguments.only, not arguments.no_peers)
-    record = {
-        "name": "loss",
-        "command": " ".join(["python -m benchmarks.loss", *sys.argv[1:]]).replace(str(arguments.out), "OUT"),
-        "device": "cpu" if arguments.smoke else torch.cuda.get_device_name(),
-        "versions": versions(),
-        "metrics": metrics,
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "loss.json").write_text(json.dumps(record, indent=2) + "\n")
+    command = " ".join(["python -m benchmarks.loss", *sys.argv[1:]]).replace(str(arguments.out), "OUT")
+    device = "cpu" if arguments.smoke else device_name()
+    write_record("loss", command, metrics, ("torch", "triton", "trl", "liger-kernel"), arguments.out, device)
 
 
 if __name__ == "__main__":

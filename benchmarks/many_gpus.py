@@ -1,7 +1,7 @@
 """The layouts of several GPUs, timed: the same distillation job on one GPU and on two.
 
-    python benchmarks/many_gpus.py FOLDER                                  # all layouts, 20 steps each
-    python benchmarks/many_gpus.py FOLDER --layouts separate ahead         # adds to what the record holds
+    python -m benchmarks.many_gpus FOLDER                                  # all layouts, 20 steps each
+    python -m benchmarks.many_gpus FOLDER --layouts separate ahead         # adds to what the record holds
 
 FOLDER holds `student` and `teacher`, Hugging Face checkpoints with one tokenizer. Those that aren't there are made:
 Qwen3-0.6B's and Qwen3-4B's shapes with random weights, and the tokenizer of SmolLM2 (49,152 tokens; as in Qwen's own
@@ -15,33 +15,27 @@ warm-up (the first `WARM_UP` steps).
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
+import random
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+
+from benchmarks.models import make_model
+from benchmarks.record import RESULTS, device_name, write_record
 
 WARM_UP = 3
 LOSSES = 5
 BYTES = 2
 """Of a number in bfloat16."""
-SHAPES = {
-    "student": dict(
-        hidden_size=1024, num_hidden_layers=28, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8
-    ),
-    "teacher": dict(
-        hidden_size=2560, num_hidden_layers=36, intermediate_size=9728, num_attention_heads=32, num_key_value_heads=8
-    ),
-}
-"""Of Qwen3-0.6B and Qwen3-4B, as far as they differ."""
+SHAPES = {"student": "0p6b", "teacher": "4b"}
 JOB = [
-    *("model=hf", "data=reasoning_gym", "data.max_length=256"),
+    *("model=hf", "data=file", "data.max_length=256"),
     *("cluster.device=cuda", "cluster.start_timeout_s=500", "train.dtype=bfloat16", "rollout.dtype=bfloat16"),
-    *("train.global_batch_samples=64", "train.micro_batch_tokens=16384", "train.lr=1e-5"),
-    *("rollout.max_new_tokens=512", "rollout.max_num_seqs=64", "rollout.kv_cache_gb=16"),
+    *("train.global_batch_samples=128", "train.micro_batch_tokens=16384", "train.lr=1e-5"),
+    *("rollout.max_new_tokens=128", "rollout.max_num_seqs=128", "rollout.kv_cache_gb=16"),
     *("rollout.logprob_gap_warning=1.0", "eval.samples=0", "run.seed=1"),
 ]
 TOP_K = ["distill=topk", "distill.k=64"]
@@ -57,31 +51,25 @@ LAYOUTS = {
 }
 
 
-def make_checkpoint(folder: Path, shape: dict[str, int], seed: int) -> None:
-    """Qwen3 of a shape with random weights, and a tokenizer of fewer tokens."""
-    import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+def make_checkpoint(folder: Path, shape: str, seed: int) -> None:
+    """A model, and a tokenizer of fewer tokens."""
+    from transformers import AutoTokenizer
 
     from rlhf import assets
 
     tokenizer = AutoTokenizer.from_pretrained(assets.resolve(assets.BUILT_IN))
-    config = Qwen3Config(
-        **shape,
-        vocab_size=151_936,
-        head_dim=128,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        dtype="bfloat16",
-    )
-    torch.manual_seed(seed)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder)
+    make_model(folder, shape, seed, tokenizer.eos_token_id)
     tokenizer.save_pretrained(folder)
+
+
+def make_prompts(file: Path) -> None:
+    """Sums of a few numbers, about a hundred tokens each."""
+    numbers = random.Random(0)
+    rows = []
+    for _ in range(512):
+        terms = [numbers.randint(100, 999) for _ in range(20)]
+        rows.append({"prompt": "Add these numbers, one after another: " + " + ".join(map(str, terms))})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def measure(run_dir: Path, student_bytes: int) -> dict[str, float]:
@@ -116,7 +104,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--record", type=Path, default=Path(__file__).parent / "results" / "many_gpus.json")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for many_gpus.json")
     arguments = parser.parse_args()
     for seed, (role, shape) in enumerate(SHAPES.items()):
         folder = arguments.folder / role
@@ -127,31 +115,20 @@ def main() -> None:
             make_checkpoint(unfinished, shape, seed)
             unfinished.rename(folder)
     student, teacher = ((arguments.folder / role).resolve() for role in SHAPES)
+    prompts = (arguments.folder / "prompts.jsonl").resolve()
+    make_prompts(prompts)
     student_bytes = sum(file.stat().st_size for file in student.glob("*.safetensors"))
-    record = arguments.record
+    record = arguments.out / "many_gpus.json"
     metrics = json.loads(record.read_text())["metrics"] if record.exists() else {}
     for name in arguments.layouts:
-        models = [f"model.path={student}", f"teacher.model={teacher}"]
+        models = [f"model.path={student}", f"teacher.model={teacher}", f"data.path={prompts}"]
         numbers = run_layout(name, models, arguments.steps, student_bytes)
         metrics = {key: value for key, value in metrics.items() if not key.startswith(f"{name}/")}
         metrics |= {f"{name}/{key}": value for key, value in numbers.items()}
-        record.parent.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(content(metrics, arguments.steps), indent=2) + "\n")  # each layout, as it is done
+        command = f"python -m benchmarks.many_gpus FOLDER --steps {arguments.steps}"
+        packages = ("torch", "vllm", "ray", "megatron-core", "transformers")
+        write_record("many_gpus", command, metrics, packages, arguments.out, device_name(count=True))
         print(f"{name}: {json.dumps(numbers)}", flush=True)
-
-
-def content(metrics: dict[str, float], steps: int) -> dict[str, Any]:
-    """The record."""
-    import torch
-
-    packages = ("torch", "vllm", "ray", "megatron-core", "transformers")
-    return {
-        "name": "many_gpus",
-        "command": f"python benchmarks/many_gpus.py FOLDER --steps {steps}",
-        "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
-        "versions": {name: importlib.metadata.version(name) for name in packages},
-        "metrics": metrics,
-    }
 
 
 if __name__ == "__main__":

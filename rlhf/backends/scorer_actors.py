@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,13 @@ from jaxtyping import Float32
 
 from rlhf.backends.actors import ENGINE_ENVIRONMENT, names
 from rlhf.backends.cluster import Call, RayCluster, RayFuture, wait_for
+from rlhf.backends.scores import PackedScores
 from rlhf.backends.vllm.setup import ScorerSetup
 from rlhf.batching import spread
 from rlhf.types import BatchPlan, MiniBatch, Sequences
 
 References = tuple[list[Any], ...]
 """By data-parallel rank: references of the `PackedScores` of its samples; there may be other ranks' among them."""
-
-
-SCORER_ENVIRONMENT = {
-    **ENGINE_ENVIRONMENT,
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its first versions on GPUs pool sequences, not rows
-}
 
 
 class ScorerActor:
@@ -37,15 +33,21 @@ class ScorerActor:
         from rlhf.backends.vllm.scorer import VllmScorer
 
         self.scorer = VllmScorer(self.setup)
+        self.writer = ThreadPoolExecutor(1)
 
     def score(self, sequences: Sequences, samples: list[int]) -> list[Any]:
-        return [ray.put(self.scorer.score(sequences, samples))]
+        return self._stored(self.scorer.score(sequences, samples))
 
     def logprobs(self, sequences: Sequences, samples: list[int], temperature: float) -> Any:
         return self.scorer.logprobs(sequences, samples, temperature)
 
     def hidden_rows(self, sequences: Sequences, samples: list[int]) -> list[Any]:
-        return [ray.put(self.scorer.hidden_rows(sequences, samples))]
+        return self._stored(self.scorer.hidden_rows(sequences, samples))
+
+    def _stored(self, parts: Iterator[PackedScores]) -> list[Any]:
+        """References to parts in shared memory, where each is written while the next is made."""
+        writing = [self.writer.submit(ray.put, part) for part in parts]
+        return [written.result() for written in writing]
 
 
 class RayScorer:
@@ -58,7 +60,7 @@ class RayScorer:
             share: of a bundle.
         """
         self.replicas = [
-            cluster.start(name, ScorerActor, setup, bundle=bundle, share=share, environment=SCORER_ENVIRONMENT)
+            cluster.start(name, ScorerActor, setup, bundle=bundle, share=share, environment=ENGINE_ENVIRONMENT)
             for name, bundle in zip(names("teacher", "replica", len(bundles)), bundles, strict=True)
         ]
         self.starting = [replica.call("ready") for replica in self.replicas]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Int32, Int64
 
-from rlhf.backends.weight_sync import received, to_send
+from rlhf.backends.weight_sync import as_array, received
 from rlhf.errors import MisalignedScores
 from rlhf.types import Sequences, offsets_of
 
@@ -30,13 +30,13 @@ class PackedScores:
 
     @staticmethod
     def pack(scores: Any, sample_ids: Sequence[int], row_counts: Sequence[int], targets: np.ndarray) -> PackedScores:
-        """Scores of all rows of some samples."""
+        """Scores of all rows of some samples, in host memory."""
         assert len(scores) == sum(row_counts) == len(targets)
         tensors = {field.name: getattr(scores, field.name) for field in fields(scores)}
         return PackedScores(
             kind=type(scores),
             arrays={
-                name: None if tensor is None else (to_send(tensor.cpu()), str(tensor.dtype).removeprefix("torch."))
+                name: None if tensor is None else (as_array(tensor), str(tensor.dtype).removeprefix("torch."))
                 for name, tensor in tensors.items()
             },
             sample_ids=np.array(sample_ids, dtype=np.int64),

@@ -40,7 +40,11 @@ def to_send(tensor: Tensor) -> np.ndarray | SharedTensor:
     """A weight as a bucket carries it. What is shared must be kept until it has been loaded."""
     if tensor.is_cuda:
         return SharedTensor.of(tensor)
-    tensor = tensor.detach().to("cpu", copy=True).contiguous()
+    return as_array(tensor.detach().to("cpu", copy=True).contiguous())
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """A tensor of the host without a copy; bfloat16, which numpy hasn't, as its bits."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
 
 

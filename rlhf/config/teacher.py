@@ -55,12 +55,18 @@ class TeacherEngine:
     """Most sequences the engine works on at once."""
     kv_cache_gb: float = 0.5
     """Key-value cache of one replica in GiB; room for the sequences that it works on at once."""
+    max_num_batched_tokens: int = 8192
+    """Most tokens of a step of the engine. The scores of a step leave the GPU while the next one runs."""
+    logits_mb: int = 1280
+    """Most logits made at a time, in MiB; of the scored rows of a step, distill=topk needs them. On CPU at most 256."""
     enforce_eager: bool = True
     """Run the engine without compilation or CUDA graphs."""
 
     def __post_init__(self) -> None:
         require_at_least("teacher.engine.max_num_seqs", self.max_num_seqs, 1)
         require_positive("teacher.engine.kv_cache_gb", self.kv_cache_gb)
+        require_at_least("teacher.engine.max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        require_at_least("teacher.engine.logits_mb", self.logits_mb, 1)
 
 
 @dataclass(kw_only=True)

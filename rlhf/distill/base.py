@@ -15,8 +15,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rlhf.losses.fused.projection import ONE_MODEL
 from rlhf.losses.heads import VocabHead
 from rlhf.losses.rows import RowLosses
+
+LOGITS_BYTES = ONE_MODEL.block
 
 TeacherHeadOf = Callable[[Float[Tensor, "rows H"]], VocabHead]
 """Puts the teacher's LM head on stored hidden rows."""
@@ -46,8 +49,12 @@ class Distill(Protocol[S]):
     needs_teacher_head: ClassVar[bool]
     """Whether `divergence` puts the teacher's head on the scores again."""
 
-    def score(self, teacher_head: VocabHead) -> S:
-        """What is kept of the teacher at each of its rows. No gradient."""
+    def score(self, teacher_head: VocabHead, logits_bytes: int = LOGITS_BYTES) -> S:
+        """What is kept of the teacher at each of its rows. No gradient.
+
+        Args:
+            logits_bytes: most logits made at a time, for an option that needs them.
+        """
         ...
 
     def divergence(

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlhf.config.distill import FullVocab
-from rlhf.distill.base import TeacherHeadOf
+from rlhf.distill.base import LOGITS_BYTES, TeacherHeadOf
 from rlhf.distill.user_loss import UserLoss
 from rlhf.losses import divergence
 from rlhf.losses.fused.losses import full_divergence
@@ -53,7 +53,7 @@ class FullVocabDistill:
     def from_spec(cls, spec: FullVocab, plugins: Sequence[str] = ()) -> FullVocabDistill:
         return cls(spec.temperature, UserLoss.of(spec.loss, plugins))
 
-    def score(self, teacher_head: VocabHead) -> HiddenScores:
+    def score(self, teacher_head: VocabHead, logits_bytes: int = LOGITS_BYTES) -> HiddenScores:
         """The hidden rows alone, detached."""
         return HiddenScores(teacher_head.hidden.detach())
 

@@ -11,10 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlhf.config.distill import Tail, TopK
-from rlhf.distill.base import TeacherHeadOf
+from rlhf.distill.base import LOGITS_BYTES, TeacherHeadOf
 from rlhf.distill.user_loss import UserLoss
 from rlhf.errors import ConfigError
 from rlhf.losses.fused.losses import topk_divergence
+from rlhf.losses.fused.projection import Budget
 from rlhf.losses.fused.scores import topk_scores
 from rlhf.losses.heads import VocabHead
 from rlhf.losses.rows import RowLosses, TopKScores
@@ -36,7 +37,7 @@ class TopKDistill:
         return cls(spec.k, spec.tail, spec.temperature, UserLoss.of(spec.loss, plugins))
 
     @torch.no_grad()
-    def score(self, teacher_head: VocabHead) -> TopKScores:
+    def score(self, teacher_head: VocabHead, logits_bytes: int = LOGITS_BYTES) -> TopKScores:
         """The top k of each row, most likely first, with the normaliser at `temperature` unless that is 1.
 
         Raises:
@@ -48,7 +49,7 @@ class TopKDistill:
                 f"distill.k={self.k} exceeds the vocabulary of {vocabulary} tokens; "
                 f"write distill.k={vocabulary} or less"
             )
-        return topk_scores(teacher_head, self.k, self.temperature)
+        return topk_scores(teacher_head, self.k, self.temperature, Budget(logits_bytes, logits_bytes))
 
     def divergence(
         self,

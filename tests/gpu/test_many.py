@@ -15,12 +15,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from rlhf.report.summary import read as read_summary
-from tests.integration.runs import launch, metrics_of
+from tests.integration.runs import launch, metrics_of, role_processes, start, wait_for_step
 from tests.unit.tiny import save_tiny_llama
 
 pytestmark = pytest.mark.gpu
@@ -104,3 +105,27 @@ def replay(run_dir: Path, overrides: list[str], dtype: str) -> list[float]:
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("LOSSES ")]
     losses: list[float] = json.loads(line.removeprefix("LOSSES "))
     return losses
+
+
+def test_a_killed_engine_ends_the_run_and_frees_the_gpus(world: list[str], tmp_path: Path) -> None:
+    """One clear line within a minute, and both cards are empty afterwards."""
+    before = used_memory()
+    arguments = [*world, "train.dtype=bfloat16", *TOP_K, *SEPARATE, "run.steps=2000", "run.name=killed"]
+    process = start(arguments, tmp_path)
+    wait_for_step(process, tmp_path / "outputs" / "killed", 3)
+    assert all(now - then > 1000 for now, then in zip(used_memory(), before, strict=True)), "one card isn't used"
+    role_processes(process.pid)["EngineActor"][0].kill()
+    _, errors = process.communicate(timeout=120)
+    print(errors)
+    assert process.returncode == 1 and "engine" in errors and errors.startswith("error: ")
+    assert len([line for line in errors.splitlines() if line.startswith("error: ")]) == 1
+    deadline = time.monotonic() + 60
+    while any(now - then > 200 for now, then in zip(used_memory(), before, strict=True)):
+        assert time.monotonic() < deadline, f"memory is still taken: {used_memory()} MiB, before {before}"
+        time.sleep(1)
+
+
+def used_memory() -> list[int]:
+    """MiB of each card."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.check_output(command, text=True).split()]

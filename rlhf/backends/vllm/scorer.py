@@ -1,122 +1,184 @@
 """One vLLM replica of a standalone teacher: token ids in, scores of their response rows out.
 
-vLLM runs the teacher as a pooling model, which gives the final hidden rows after the last norm. Everything else happens
-here, as in the trainer with a colocated teacher: rows are picked by the one alignment, the head is put on response rows
-only, and `distill` keeps what it keeps. So both kinds of teacher give the same scores, at any temperature, and no limit
-of vLLM on log-probabilities applies.
+vLLM runs the teacher, and `capture` takes its final hidden rows. Everything else is as in the trainer with a colocated
+teacher: rows are picked by the one alignment, the head is put on response rows only, and `distill` keeps what it keeps.
+So both kinds of teacher give the same scores, at any temperature, and no limit of vLLM on log-probabilities applies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float32
-from safetensors import safe_open
-from torch import Tensor
 
 from rlhf.backends.scores import PackedScores
+from rlhf.backends.vllm.capture import Wanted, number_of
 from rlhf.backends.vllm.engine import replica_options
 from rlhf.backends.vllm.setup import ScorerSetup
 from rlhf.batching import response_rows
-from rlhf.distill.fullvocab import HiddenScores
-from rlhf.errors import MisalignedScores
-from rlhf.losses.heads import VocabHead
-from rlhf.losses.policy import sampled_logprobs
-from rlhf.shards import read_shards
+from rlhf.distill.topk import TopKDistill
+from rlhf.errors import ConfigError, MisalignedScores
+from rlhf.losses.rows import TopKScores
 from rlhf.types import Sequences
+
+log = logging.getLogger(__name__)
 
 
 class VllmScorer:
-    """Wraps a pooling `vllm.LLM` in its own process."""
+    """Wraps a `vllm.LLM` in its own process."""
 
     def __init__(self, setup: ScorerSetup) -> None:
+        """
+        Raises:
+            ConfigError: this vLLM has none of the model runners that we know, and what is asked for can't be had
+                without.
+        """
         from vllm import LLM
-        from vllm.config import PoolerConfig
 
         self.setup = setup
-        self.dtype = getattr(torch, setup.engine.dtype.value)
+        k = setup.distill.k if isinstance(setup.distill, TopKDistill) else 1
         self.llm = LLM(
             model=str(setup.model),
-            runner="pooling",
-            convert="embed",
-            pooler_config=PoolerConfig(task="token_embed", use_activation=False),
+            skip_tokenizer_init=True,
             dtype=setup.engine.dtype.value,
             enforce_eager=setup.engine.enforce_eager,
             max_model_len=setup.max_model_len,
             max_num_seqs=setup.engine.max_num_seqs,
+            max_num_batched_tokens=max(setup.engine.max_num_batched_tokens, setup.engine.max_num_seqs),
             enable_prefix_caching=False,  # rows of a cached prefix would be missing
+            worker_extension_cls="rlhf.backends.vllm.capture.ScoreCapture",
+            logprobs_mode="raw_logprobs",
+            max_logprobs=k,
             seed=setup.seed,
             **replica_options(setup.tensor_parallel, setup.engine.kv_cache_gb),
         )
-        self.head: Tensor | None = None
-        if setup.head is not None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            self.head = read_tensor(setup, setup.head).to(device, self.dtype)
+        self.runner = self.llm.collective_rpc("rlhf_capture", args=(setup,))[0]
+        if self.runner is None:
+            self._require_flat()
 
-    @torch.no_grad()
-    def score(self, sequences: Sequences, samples: Sequence[int]) -> PackedScores:
-        """What `distill` keeps of the teacher at every response row.
+    def score(self, sequences: Sequences, samples: Sequence[int]) -> Iterator[PackedScores]:
+        """What `distill` keeps of the teacher at every response row, in parts, as they are made.
 
         Args:
             samples: indices into `sequences`.
-        """
-        hidden, counts, targets = self._response_rows(sequences, samples)
-        scores: object = HiddenScores(hidden)
-        if self.head is not None:
-            assert self.setup.distill is not None
-            scores = self.setup.distill.score(self._head_on(hidden, self.head))
-        return PackedScores.pack(scores, sequences.sample_ids[list(samples)].tolist(), counts, targets)
 
-    @torch.no_grad()
+        Raises:
+            MisalignedScores: vLLM didn't show every row.
+        """
+        if self.runner is None:
+            return self._flat(sequences, samples)
+        return self._packed(sequences, samples, "scores")
+
+    def hidden_rows(self, sequences: Sequences, samples: Sequence[int]) -> Iterator[PackedScores]:
+        """The final hidden rows, whatever `distill` keeps.
+
+        Raises:
+            MisalignedScores: vLLM didn't show every row.
+        """
+        return self._packed(sequences, samples, "hidden")
+
     def logprobs(
         self, sequences: Sequences, samples: Sequence[int], temperature: float
     ) -> Float32[np.ndarray, " rows"]:
-        """The log-probability of every response token, sample after sample (distill=sampled)."""
-        assert self.head is not None
-        hidden, _, targets = self._response_rows(sequences, samples)
-        head = self._head_on(hidden, self.head)
-        ids = torch.from_numpy(targets.astype(np.int64)).to(head.hidden.device)
-        return sampled_logprobs(head, ids, temperature).cpu().numpy()
-
-    def _head_on(self, hidden: Tensor, head: Tensor) -> VocabHead:
-        return VocabHead(hidden.to(head.device), head, vocab_size=self.setup.vocab)
-
-    def hidden_rows(self, sequences: Sequences, samples: Sequence[int]) -> PackedScores:
-        """The final hidden rows, whatever `distill` keeps."""
-        hidden, counts, targets = self._response_rows(sequences, samples)
-        return PackedScores.pack(HiddenScores(hidden), sequences.sample_ids[list(samples)].tolist(), counts, targets)
-
-    def _response_rows(self, sequences: Sequences, samples: Sequence[int]) -> tuple[Tensor, list[int], np.ndarray]:
-        """Hidden rows that predict response tokens, their number a sample, and the tokens they predict.
+        """The log-probability of every response token, sample after sample (distill=sampled).
 
         Raises:
-            MisalignedScores: vLLM answered with another number of rows than there are tokens.
+            MisalignedScores: vLLM didn't show every row.
         """
-        from vllm import PoolingParams
+        found: dict[int, np.ndarray] = {}
+        for rows, counts, _, scores in self._captured(sequences, samples, "logprobs", temperature):
+            parts = np.split(scores.logprobs.numpy(), np.cumsum(counts)[:-1])
+            found |= dict(zip(rows, parts, strict=True))
+        return np.concatenate([found[row] for row in samples])
 
-        tokens = [sequences.tokens[sequences.offsets[row] : sequences.offsets[row + 1]] for row in samples]
-        outputs = self.llm.encode(
-            [{"prompt_token_ids": one.tolist()} for one in tokens],
-            pooling_params=PoolingParams(task="token_embed", use_activation=False),
-            pooling_task="token_embed",
+    def _packed(self, sequences: Sequences, samples: Sequence[int], what: str) -> Iterator[PackedScores]:
+        for rows, counts, targets, scores in self._captured(sequences, samples, what):
+            yield PackedScores.pack(scores, sequences.sample_ids[rows].tolist(), counts, targets)
+
+    def _captured(
+        self, sequences: Sequences, samples: Sequence[int], what: str, temperature: float = 1.0
+    ) -> Iterator[tuple[list[int], list[int], np.ndarray, Any]]:
+        """(samples, rows of each, the tokens they are about, scores) as they come."""
+        from vllm import SamplingParams
+
+        wanted = [self._wanted(sequences, sample) for sample in samples]
+        # A sample's last token predicts nothing of it, so vLLM isn't given it; the token it samples is of no interest.
+        names = self.llm.enqueue(
+            [{"prompt_token_ids": prompt.tolist()} for prompt in self._prompts(sequences, samples)],
+            SamplingParams(max_tokens=1, temperature=0.0, detokenize=False),
             use_tqdm=False,
         )
-        hidden, targets, masks = [], [], sequences.masks()
-        for sample, ids, output in zip(samples, tokens, outputs, strict=True):
-            every_row = output.outputs.data
-            if len(every_row) != len(ids) or list(output.prompt_token_ids) != ids.tolist():
-                raise MisalignedScores(f"vLLM returned {len(every_row)} hidden rows for {len(ids)} tokens")
-            rows = response_rows(len(ids), int(sequences.prompt_lengths[sample]), masks[sample])
-            hidden.append(
-                every_row[torch.from_numpy(rows).to(every_row.device)].to(self.dtype)
-            )  # vLLM hands them out in float32
-            targets.append(ids[rows + 1])
-        return torch.cat(hidden), [len(part) for part in targets], np.concatenate(targets)
+        by_name = {number_of(name): row for row, name in enumerate(names)}
+        self.llm.collective_rpc("rlhf_expect", args=(dict(zip(by_name, wanted, strict=True)), what, temperature))
+        missing = set(by_name)
+        engine = self.llm.llm_engine
+        while missing:
+            running = engine.has_unfinished_requests()
+            if running:
+                engine.step()
+            taken = self.llm.collective_rpc("rlhf_take", args=(not running,))[0]
+            if not running and not taken:
+                raise MisalignedScores(f"vLLM didn't show the rows of {len(missing)} samples of {len(samples)}")
+            for requests, scores in taken:
+                missing -= set(requests)
+                places = [by_name[request] for request in requests]
+                targets = [wanted[place].targets for place in places]
+                yield [samples[place] for place in places], [*map(len, targets)], np.concatenate(targets), scores
 
+    def _prompts(self, sequences: Sequences, samples: Sequence[int]) -> list[np.ndarray]:
+        """All tokens but the last."""
+        return [sequences.tokens[sequences.offsets[row] : sequences.offsets[row + 1] - 1] for row in samples]
 
-def read_tensor(setup: ScorerSetup, name: str) -> Tensor:
-    """One tensor of the checkpoint."""
-    with safe_open(read_shards(setup.model)[name].file, "pt") as file:
-        return file.get_tensor(name)
+    def _wanted(self, sequences: Sequences, sample: int) -> Wanted:
+        tokens = sequences.tokens[sequences.offsets[sample] : sequences.offsets[sample + 1]]
+        rows = response_rows(len(tokens), int(sequences.prompt_lengths[sample]), sequences.masks()[sample])
+        return Wanted(rows, tokens[rows + 1], len(tokens) - 1)
+
+    # ---- without a model runner that we know ------------------------------------------------------------------------
+
+    def _require_flat(self) -> None:
+        """
+        Raises:
+            ConfigError: vLLM's own log-probabilities won't do.
+        """
+        from vllm import __version__
+
+        distill = self.setup.distill
+        if not isinstance(distill, TopKDistill) or distill.temperature != 1 or self.setup.head is None:
+            raise ConfigError(
+                f"vLLM {__version__} has no model runner whose hidden rows can be taken, which a standalone teacher "
+                "needs but for distill=topk at distill.temperature=1; install the versions of requirements/, or use "
+                "teacher=colocated"
+            )
+        log.warning(
+            "vLLM %s has no model runner whose hidden rows can be taken: the teacher's log-probabilities come as "
+            "Python objects, which is slower",
+            __version__,
+        )
+
+    def _flat(self, sequences: Sequences, samples: Sequence[int]) -> Iterator[PackedScores]:
+        """From the log-probabilities that vLLM gives of a prompt and of the token it samples."""
+        from vllm import SamplingParams
+
+        assert isinstance(self.setup.distill, TopKDistill)
+        k = self.setup.distill.k
+        options = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=k, logprobs=k, flat_logprobs=True, detokenize=False
+        )
+        prompts = [{"prompt_token_ids": prompt.tolist()} for prompt in self._prompts(sequences, samples)]
+        for sample, output in zip(samples, self.llm.generate(prompts, options, use_tqdm=False), strict=True):
+            wanted = self._wanted(sequences, sample)
+            of_prompt, of_next = output.prompt_logprobs, output.outputs[0].logprobs
+            starts = of_prompt.start_indices[1:]  # of the first token nothing is said
+            # Every position lists its own token first, then the k most likely.
+            ids = [of_prompt.token_ids[start + 1 : start + 1 + k] for start in starts]
+            logprobs = [of_prompt.logprobs[start + 1 : start + 1 + k] for start in starts]
+            ids.append(of_next.token_ids[1 : 1 + k])
+            logprobs.append(of_next.logprobs[1 : 1 + k])
+            scores = TopKScores(torch.tensor(ids, dtype=torch.int32), torch.tensor(logprobs), None)
+            rows = scores[torch.from_numpy(wanted.rows)]
+            yield PackedScores.pack(rows, [int(sequences.sample_ids[sample])], [len(wanted.rows)], wanted.targets)

@@ -234,7 +234,7 @@ class RowBlocks:
         """As few blocks as the budget allows, of about the same size."""
         row_bytes = max(columns, 1) * dtype.itemsize
         if device.type != "cuda":
-            budget = Budget(CPU_BLOCK_BYTES, CPU_BLOCK_BYTES)
+            budget = Budget(min(budget.block, CPU_BLOCK_BYTES), min(budget.part, CPU_BLOCK_BYTES))
         block = _even(rows, budget.block // row_bytes)
         return cls(rows, block, _even(block, budget.part // row_bytes))
 
