@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf import plugins
 from rlhf.errors import ConfigError, nearest, one_line
-from rlhf.user_code import imported
+from rlhf.user_code import imported, unusual_kind
 
 RESERVED = ("prompts", "completions", "completion_ids")
 """What a function may ask for besides the data's columns: texts of prompt and completion (special tokens left out), and
@@ -83,13 +83,8 @@ def load_function(name: str, options: dict[str, Any]) -> Loaded:
 
 def _with_options(name: str, function: RewardFunction, options: dict[str, Any]) -> Loaded:
     """A user's function; its options are keyword arguments that are always the same."""
-    for kind, is_kind in (
-        ("an async function", inspect.iscoroutinefunction),
-        ("a generator", inspect.isgeneratorfunction),
-        ("a class", inspect.isclass),
-    ):
-        if is_kind(function):
-            raise ConfigError(f"reward.functions={name} is {kind}; write a function that returns a list of numbers")
+    if kind := unusual_kind(function):
+        raise ConfigError(f"reward.functions={name} is {kind}; write a function that returns a list of numbers")
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:

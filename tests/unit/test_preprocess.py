@@ -133,9 +133,9 @@ def test_rows_it_fails_on_are_bad_rows(tmp_path: Path) -> None:
     dataset = load_rows(tmp_path, rows, preprocessor=name, on_bad_row=OnBadRow.skip)
     assert len(dataset.train) == 1
     assert [str(bad).partition(": ")[2] for bad in dataset.bad_rows] == [
-        f"data.preprocessor={name} raised KeyError: 'level'",
+        f"data.preprocessor={name} raised KeyError: 'level', line 3 of {tmp_path / 'mine.py'}",
         f"data.preprocessor={name} gave list ['no', 'row'], expected a row (dict)",
-        f"data.preprocessor={name} raised KeyError: 'prompt'",
+        f"data.preprocessor={name} raised KeyError: 'prompt', line 2 of {tmp_path / 'mine.py'}",
     ]
 
 
