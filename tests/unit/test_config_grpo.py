@@ -94,6 +94,11 @@ REFUSED = {
     ("plain", "algo.max_resamples=5"): "algo.max_resamples=5 has no effect with algo.dynamic_sampling=false; use "
     "algo.dynamic_sampling=true, or leave algo.max_resamples=3",
     ("plain", "algo.overlong_buffer=200"): "algo.overlong_buffer=200 is more than rollout.max_new_tokens=128; lower it",
+    (
+        "plain",
+        "reward.functions=[length] reward.options.length.target=128",
+    ): "reward.options.length.target=128 punishes "
+    "no response, since none is longer than rollout.max_new_tokens=128; use a smaller target",
     ("plain", "data.max_response_length=100"): "data.max_response_length=100 has no effect with algo=grpo, where every "
     "response is the student's own; use rollout.max_new_tokens, or leave data.max_response_length=512",
     ("plain", "eval.responses=student"): "eval.responses=student has no effect with teacher=none, from which no "
@@ -143,6 +148,8 @@ def test_values_out_of_range_name_their_key(override: str) -> None:
         ("plain", "algo.importance_cap=2 rollout.top_p=0.9"),
         ("plain", "algo.importance_cap=2 algo.old_logprobs=trainer"),
         ("plain", "algo.dynamic_sampling=true algo.max_resamples=9 algo.overlong_buffer=128"),
+        ("plain", "reward.functions=[length] reward.options.length.target=127"),
+        ("plain", "reward.functions=[mine.py:length] reward.options.length.target=500"),
         ("reference", "algo.kl_coef=0.1 algo.kl_in=reward algo.kl_estimator=k1"),
         ("colocated", "algo.kl_coef=0.1 rollout.top_k=5"),
         ("self", "algo.teacher_kl_coef=1"),
