@@ -111,12 +111,20 @@ def names(kind: str) -> list[str]:
 
 
 def _registering(kind: str, name: str) -> Callable[[Function], Function]:
+    if callable(name):
+        example = getattr(name, "__name__", "NAME")
+        raise ConfigError(f"@register_{kind} needs a name; write @register_{kind}({example!r})")
     if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(f"@register_{kind}({name!r}): a name has letters, digits and _ only")
     if name in BUILT_IN[kind]:
         raise ConfigError(f"@register_{kind}({name!r}): a built-in {kind} is called so; choose another name")
 
     def register(function: Function) -> Function:
+        if not callable(function):
+            raise ConfigError(
+                f"@register_{kind}({name!r}) decorates {type(function).__name__} {function!r:.60}, expected a "
+                f"{'class' if kind == 'environment' else 'function'}"
+            )
         _registered.append(Registered(kind, name, function))
         return function
 

@@ -30,6 +30,7 @@ from rlhf.errors import ConfigError, ModelError
 from rlhf.memory import check_cache, check_memory, longest_sample
 from rlhf.rewards.build import check as check_rewards
 from rlhf.rewards.verify import has_verifier, solves
+from rlhf.types import Metrics
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM's CPU attention (0.32); the driver can't ask it without importing vLLM."""
@@ -107,7 +108,7 @@ def check_inputs(run: Run) -> Inputs:
         eval_needs_response=run.reads_reference_responses,
         needs=Needs.of(run.algo, run.rollout, run.reward, run.environment),
     )
-    _check_lesson(run, dataset)
+    check_lesson(run, dataset.statistics)
     if isinstance(run.distill, TopK | FullVocab):
         loss = UserLoss.of(run.distill.loss, run.plugins)
         if loss is not None:
@@ -170,20 +171,28 @@ def _steps(run: Run, dataset: Dataset) -> int:
     return steps
 
 
-def _check_lesson(run: Run, dataset: Dataset) -> None:
-    """A student that reads what its teacher reads, and is the teacher, learns nothing."""
-    if not isinstance(run.teacher, OwnTeacher):
+def check_lesson(run: Run, statistics: Metrics) -> None:
+    """A student that reads what its teacher reads, and is the teacher, learns nothing.
+
+    Args:
+        statistics: of the data, `Dataset.statistics`.
+
+    Raises:
+        ConfigError: nothing but such a teacher teaches.
+    """
+    if not isinstance(run.teacher, OwnTeacher) or statistics.get("data/teacher_prompt_rows") != 0:
         return
-    if isinstance(run.algo, GRPO):  # its other gradients take the student away from what it was
-        regularises = run.teacher.ema_decay is not None
-    else:
-        regularises = run.teacher.ema_decay is not None and run.algo.sft_alpha > 0 and run.lmbda < 1
-    if dataset.statistics.get("data/teacher_prompt_rows") == 0 and not regularises:
-        whose = "reference" if isinstance(run.teacher, ReferenceTeacher) else "self"
-        raise ConfigError(
-            f"teacher={whose} has nothing to teach, since no row has a teacher_prompt: teacher and student read the "
-            "same; use data.preprocessor=opsd_reference_solution (or your own), or teacher=colocated"
-        )
+    # Other gradients take the student away from what the teacher keeps of it.
+    moved = run.rewarded if isinstance(run.algo, GRPO) else run.algo.sft_alpha > 0 and run.lmbda < 1
+    if run.teacher.ema_decay is not None and moved:
+        return
+    whose = "reference" if isinstance(run.teacher, ReferenceTeacher) else "self"
+    alone = " with reward=none" if isinstance(run.algo, GRPO) and not run.rewarded else ""
+    raise ConfigError(
+        f"teacher={whose}{alone} has nothing to teach, since no row has a teacher_prompt: "
+        "teacher and student read the same; use data.preprocessor=opsd_reference_solution (or your own), or "
+        "teacher=colocated"
+    )
 
 
 def check_student(path: str, drop_layers: Sequence[int]) -> tuple[Path, Architecture]:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -93,12 +94,38 @@ def load(what: str, importing: Callable[[], ModuleType]) -> ModuleType:
         ) from error
 
 
+def raised(error: BaseException) -> str:
+    """`raised KeyError: 'level', line N of FILE`: how a call of a user's function failed."""
+    said = f": {one_line(error)[:300]}" if str(error) else ""
+    return f"raised {type(error).__name__}{said}{line_of(error)}"
+
+
 def line_of(error: BaseException) -> str:
     """`, line N of FILE`: the innermost line of a user's own file; empty where there is none."""
     if isinstance(error, SyntaxError):
         return f", line {error.lineno} of {error.filename}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     return f", line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """`, line N of FILE`: where a function written in Python begins; empty for another callable."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f", line {code.co_firstlineno} of {code.co_filename}" if code is not None else ""
+
+
+def unusual_kind(function: Callable[..., Any]) -> str | None:
+    """`an async function`, `a generator` or `a class`, whose call gives something else than what it returns; None: a
+    function as it should be."""
+    for kind, is_kind in (
+        ("an async function", inspect.iscoroutinefunction),
+        ("an async generator", inspect.isasyncgenfunction),
+        ("a generator", inspect.isgeneratorfunction),
+        ("a class", inspect.isclass),
+    ):
+        if is_kind(function):
+            return kind
+    return None
 
 
 def _is_users(filename: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -13,7 +14,8 @@ from rlhf.errors import ConfigError
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Refuse options Hydra doesn't have and keys that are given two values, of which one would be ignored.
+    """Refuse options Hydra doesn't have, keys that are given two values, of which one would be ignored, and parts of
+    recipes instead of recipes.
 
     Raises:
         ConfigError: in one line.
@@ -28,6 +30,11 @@ def check_arguments(arguments: list[str]) -> None:
     for override in parser.parse_args(arguments).overrides:
         key, _, value = override.partition("=")
         key = key.lstrip("+~")
+        if key == "recipes" and (part := re.search(r"\bparts/\w*", value)):
+            raise ConfigError(
+                f"+recipes={value}: {part[0]} is what recipes are made of, not a recipe; use e.g. "
+                "+recipes=cpu/gkd_colocate_qwen3"
+            )
         if values.setdefault(key, value) != value:
             raise ConfigError(f"{key} is given twice, {key}={values[key]} and {key}={value}; keep one")
 

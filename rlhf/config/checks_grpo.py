@@ -32,7 +32,7 @@ def check_grpo(run: Run, algo: GRPO) -> None:
         "rollout.temperature=1",
     )
     _check_teacher(run, algo)
-    _check_rewards(run, algo)
+    _check_rewards(run, algo, engine)
     _check_old_logprobs(algo, engine)
     _check_batches(run, algo)
     if isinstance(run.environment, MultiTurn):
@@ -83,7 +83,7 @@ def _check_teacher(run: Run, algo: GRPO) -> None:
         )
 
 
-def _check_rewards(run: Run, algo: GRPO) -> None:
+def _check_rewards(run: Run, algo: GRPO, engine: VllmRollout) -> None:
     """Something to learn from, and no key that needs rewards without them."""
     if isinstance(run.reward, FunctionReward) and isinstance(run.environment, MultiTurn):
         called = [name.rpartition(":")[2].rpartition(".")[2] for name in run.reward.functions]
@@ -91,6 +91,8 @@ def _check_rewards(run: Run, algo: GRPO) -> None:
             "environment" not in called,
             "a function of reward.functions is called environment, as the part of environment=multi_turn is; rename it",
         )
+    if isinstance(run.reward, FunctionReward):
+        _check_length_target(run.reward, engine)
     if run.rewarded:
         require(
             algo.num_generations > 1,
@@ -105,6 +107,16 @@ def _check_rewards(run: Run, algo: GRPO) -> None:
     )
     unused = ("advantage", "scale_rewards", "dynamic_sampling", "overlong_buffer")
     refuse_unused(algo, "algo", unused, "with reward=none", "use reward=functions")
+
+
+def _check_length_target(reward: FunctionReward, engine: VllmRollout) -> None:
+    """The built-in `length` can tell responses apart; its options are checked with those of the other functions."""
+    target = reward.options.get("length", {}).get("target") if "length" in reward.functions else None
+    require(
+        not isinstance(target, int) or target < engine.max_new_tokens,
+        f"reward.options.length.target={target} punishes no response, since none is longer than rollout.max_new_tokens="
+        f"{engine.max_new_tokens}; use a smaller target",
+    )
 
 
 def _check_old_logprobs(algo: GRPO, engine: VllmRollout) -> None:

@@ -13,6 +13,7 @@ from hydra.errors import (
 )
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from rlhf.config.registry import PROJECT_ROOT
 from rlhf.config.suggest import unknown_key
 from rlhf.errors import RlhfError, nearest, one_line
 
@@ -90,11 +91,17 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _no_such_option(error: MissingConfigException) -> str:
-    """`algo=foo`, `+recipes=foo`, --config-name=foo."""
-    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    """`algo=foo`, `+recipes=foo`, `+recipes=cpu/foo`, --config-name=foo."""
+    missing = str(error.missing_cfg_file)
+    group, _, option = missing.rpartition("/")
+    if missing.startswith("recipes/"):
+        group, _, option = missing.partition("/")
     options = sorted(name for name in error.options or [] if name != "schema")
     if not group or not options:
         return one_line(str(error).splitlines()[0])
+    folder, _, _ = option.rpartition("/")
+    if folder and group == "recipes":  # Hydra lists those of the folder above
+        options = sorted(f"{folder}/{path.stem}" for path in (PROJECT_ROOT / group / folder).glob("*.yaml")) or options
     return f"{group}={option} doesn't exist{nearest(option, options)}; options: {', '.join(options)}"
 
 

@@ -24,7 +24,7 @@ class FunctionReward:
     weights: list[float] | None = None
     """Of the functions, in their order; 0 only logs one. null: 1 each."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options by function, e.g. `reward.options.length.target=256`: keyword arguments of your own ones."""
+    """Options by function, e.g. `reward.options.length.target=64`: keyword arguments of your own ones."""
     timeout_s: float = 60.0
     """Longest call of a function in seconds. One of yours that takes longer ends the run; a built-in one gives 0 to the
     completion it was busy with, since a model wrote what it chokes on."""

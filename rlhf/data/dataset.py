@@ -174,7 +174,7 @@ def _split(
     if len(table) <= eval_samples:
         raise DataError(
             f"{source.name} has {len(table)} rows{_skipped(bad)}: holding out eval.samples={eval_samples} of them "
-            f"leaves none to train on; use eval.samples={len(table) - 1} or less, or more rows"
+            "leaves none to train on; use a smaller eval.samples (0: no evaluation), or more rows"
         )
     candidates = np.arange(len(table))
     if need_response and spec.on_bad_row is OnBadRow.skip:

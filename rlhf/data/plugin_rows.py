@@ -10,7 +10,7 @@ from rlhf import plugins
 from rlhf.config.data import PluginData
 from rlhf.data.raw import RawRows, RowSource
 from rlhf.errors import ConfigError, DataError, nearest, one_line
-from rlhf.user_code import imported, line_of
+from rlhf.user_code import defined_at, imported, line_of
 
 
 def read_plugin(name: str, key: str, spec: PluginData) -> RowSource:
@@ -30,7 +30,8 @@ def read_plugin(name: str, key: str, spec: PluginData) -> RowSource:
     def read() -> RawRows:
         number = 0
         try:
-            for number, row in enumerate(function(**spec.options)):
+            rows = function(**spec.options)
+            for number, row in enumerate(() if rows is None else rows):
                 yield f"{name}[{number}]", row
         except (KeyboardInterrupt, GeneratorExit):
             raise
@@ -38,6 +39,8 @@ def read_plugin(name: str, key: str, spec: PluginData) -> RowSource:
             raise DataError(
                 f"{key}={name} failed after row {number}: {type(error).__name__}: {one_line(error)}{line_of(error)}"
             ) from error
+        if rows is None:
+            raise DataError(f"{key}={name} gave None, expected rows; return or yield them{defined_at(function)}")
 
     return RowSource(f"{key}={name}", read)
 

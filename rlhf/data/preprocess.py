@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf import plugins
-from rlhf.errors import one_line
-from rlhf.user_code import imported
+from rlhf.user_code import imported, raised
 
 Preprocessor = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -68,8 +67,7 @@ def load_preprocessor(name: str) -> Preprocessor:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a user's function may even call sys.exit
-            said = f": {one_line(error)}" if str(error) else ""
-            raise ValueError(f"data.preprocessor={name} raised {type(error).__name__}{said}") from error
+            raise ValueError(f"data.preprocessor={name} {raised(error)}") from error
         if not isinstance(made, dict) or not all(isinstance(key, str) for key in made):
             raise ValueError(f"data.preprocessor={name} gave {type(made).__name__} {made!r:.60}, expected a row (dict)")
         return made

@@ -26,7 +26,7 @@ import numpy as np
 from rlhf import plugins
 from rlhf.environments.base import Turn
 from rlhf.errors import ConfigError, one_line
-from rlhf.user_code import imported, line_of
+from rlhf.user_code import defined_at, imported, raised, unusual_kind
 
 RESERVED = ("seed",)
 """What `reset` may ask for besides the data's columns."""
@@ -99,11 +99,17 @@ def serve(connection: Connection) -> None:
         connection.send(answer(episodes, lambda: environment(**setup.options), connection.recv()))
 
 
+METHODS = {"reset": "reset(self, **columns)", "step": "step(self, response)", "close": "close(self)"}
+"""How a person writes them."""
+
+
 def load_environment(name: str, options: dict[str, Any]) -> tuple[Callable[..., Any], Signature]:
-    """Find the class, and what its `reset` takes. No object is made: that may cost something.
+    """Find the class, and what its `reset` takes. One object is made, as for each conversation, so that options it
+    refuses are found now; none of its methods is called.
 
     Raises:
-        ConfigError: it doesn't exist, can't be imported, lacks a method, or doesn't take the options.
+        ConfigError: it doesn't exist, can't be imported, lacks a method, has one that can't be called, or doesn't take
+            the options.
     """
     found: Any = plugins.find("environment", name) or imported(
         name, "environment.name", plugins.names("environment"), "class"
@@ -112,15 +118,14 @@ def load_environment(name: str, options: dict[str, Any]) -> tuple[Callable[..., 
     if not inspect.isclass(found):
         raise ConfigError(f"{key} is no class; write class {name.rpartition(':')[2]}(Environment)")
     if missing := [method for method in ("reset", "step") if not callable(getattr(found, method, None))]:
-        raise ConfigError(f"{key} has no method {missing[0]}; it needs reset(self, **columns) and step(self, response)")
+        raise ConfigError(f"{key} has no method {missing[0]}; it needs {METHODS['reset']} and {METHODS['step']}")
     if abstract := sorted(getattr(found, "__abstractmethods__", ())):
         raise ConfigError(f"{key} has no method {abstract[0]} of its own; define it")
-    try:
-        inspect.signature(found).bind(**options)
-    except TypeError as error:
-        raise ConfigError(f"environment.options={options} don't fit {key}: {one_line(error)}") from error
-    reset: Any = found.reset  # type: ignore[attr-defined]
-    parameters = list(inspect.signature(reset).parameters.values())[1:]
+    made = _made(found, key, options)
+    _signature_of(made, "step", key, ("text",))
+    if hasattr(made, "close"):
+        _signature_of(made, "close", key, ())
+    parameters = list(_signature_of(made, "reset", key, None).parameters.values())
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if unnamed := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]:
         raise ConfigError(f"{key}: reset takes {unnamed[0]} by position; all arguments are given by their names")
@@ -129,6 +134,39 @@ def load_environment(name: str, options: dict[str, Any]) -> tuple[Callable[..., 
         required=tuple(p.name for p in named if p.default is p.empty and p.name not in RESERVED),
         everything=any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
+
+
+def _made(found: Any, key: str, options: dict[str, Any]) -> Any:
+    """An object of the class."""
+    try:
+        inspect.signature(found).bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"environment.options={options} don't fit {key}: {one_line(error)}") from error
+    if inspect.iscoroutinefunction(found.__init__):
+        raise ConfigError(
+            f"{key}: {found.__name__}.__init__ is an async function; write def{defined_at(found.__init__)}"
+        )
+    try:
+        return found(**options)
+    except BaseException as error:  # a user's method may even call sys.exit
+        raise ConfigError(
+            f"{key} can't be made with environment.options={options}: {found.__name__}(...) {raised(error)}"
+        ) from error
+
+
+def _signature_of(made: Any, name: str, key: str, given: tuple[str, ...] | None) -> inspect.Signature:
+    """What a method takes besides `self`: positional arguments `given`, or whatever it names where that is None."""
+    method = getattr(made, name)
+    what, where = f"{key}: {type(made).__name__}.{name}", defined_at(method)
+    if kind := unusual_kind(method):
+        raise ConfigError(f"{what} is {kind}; write def {METHODS[name]}{where}")
+    try:
+        signature = inspect.signature(method)
+        if given is not None:
+            signature.bind(*given)
+    except (TypeError, ValueError) as error:  # ValueError: not even self
+        raise ConfigError(f"{what} can't be called: {one_line(error)}; write def {METHODS[name]}{where}") from error
+    return signature
 
 
 def answer(episodes: dict[int, Any], make: Callable[[], Any], message: Begin | Respond | End) -> Turn | Failed | None:
@@ -145,8 +183,7 @@ def answer(episodes: dict[int, Any], make: Callable[[], Any], message: Begin | R
             close()
         return None
     except BaseException as error:  # a user's method may even call sys.exit
-        said = f": {one_line(error)[:300]}" if str(error) else ""
-        return Failed(f"raised {type(error).__name__}{said}{line_of(error)}")
+        return Failed(raised(error))
 
 
 def checked(given: Any) -> Turn | Failed:

@@ -7,13 +7,14 @@ import inspect
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
 from rlhf import plugins
+from rlhf.config.base import written
 from rlhf.errors import ConfigError, nearest, one_line
-from rlhf.user_code import imported
+from rlhf.user_code import imported, unusual_kind
 
 RESERVED = ("prompts", "completions", "completion_ids")
 """What a function may ask for besides the data's columns: texts of prompt and completion (special tokens left out), and
@@ -72,6 +73,7 @@ def load_function(name: str, options: dict[str, Any]) -> Loaded:
         needed = [one.name for one in inspect.signature(factory).parameters.values() if one.default is one.empty]
         if lacking := [one for one in needed if one not in options]:
             raise ConfigError(f"reward.functions={name} needs reward.options.{name}.{lacking[0]}=VALUE")
+        _check_types(name, options, get_type_hints(factory))
         try:
             made = factory(**options)
         except (TypeError, ValueError) as error:
@@ -83,13 +85,8 @@ def load_function(name: str, options: dict[str, Any]) -> Loaded:
 
 def _with_options(name: str, function: RewardFunction, options: dict[str, Any]) -> Loaded:
     """A user's function; its options are keyword arguments that are always the same."""
-    for kind, is_kind in (
-        ("an async function", inspect.iscoroutinefunction),
-        ("a generator", inspect.isgeneratorfunction),
-        ("a class", inspect.isclass),
-    ):
-        if is_kind(function):
-            raise ConfigError(f"reward.functions={name} is {kind}; write a function that returns a list of numbers")
+    if kind := unusual_kind(function):
+        raise ConfigError(f"reward.functions={name} is {kind}; write a function that returns a list of numbers")
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
@@ -107,8 +104,7 @@ def _with_options(name: str, function: RewardFunction, options: dict[str, Any]) 
         )
     if taken := sorted(set(options) & set(RESERVED)):
         raise ConfigError(f"reward.options.{function_name(name)}.{taken[0]} is what every function is given; rename it")
-    if not everything:
-        _refuse_unknown(name, options, [n for n in names if n not in RESERVED])
+    _refuse_unknown(name, options, [n for n in names if n not in RESERVED])  # `**columns` takes none of them
     free = [parameter for parameter in named if parameter.name not in options]
     signature = Signature(
         parameters=tuple(parameter.name for parameter in free),
@@ -127,6 +123,24 @@ def _refuse_unknown(name: str, options: dict[str, Any], known: list[str]) -> Non
                 f"reward.options.{function_name(name)}.{option} is no option of {name}{nearest(option, known)}; "
                 f"it has {has}"
             )
+
+
+KINDS: dict[type, tuple[str, tuple[type, ...]]] = {
+    bool: ("true or false", (bool,)),
+    int: ("a whole number", (int,)),
+    float: ("a number", (int, float)),
+    str: ("text", (str,)),
+}
+"""An option's type -> what it is called, and what a value may be."""
+
+
+def _check_types(name: str, options: dict[str, Any], types: dict[str, type]) -> None:
+    """Values of a built-in function's options are of the types that its factory says."""
+    for option, value in options.items():
+        wanted = types[option]
+        words, accepted = KINDS[wanted]
+        if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
+            raise ConfigError(f"reward.options.{name}.{option}={written(value)} must be {words}")
 
 
 def function_name(name: str) -> str:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlhf.errors import ConfigError, one_line
+from rlhf.errors import ConfigError
 from rlhf.plugins import load_plugins
 from rlhf.rewards.functions import Loaded, Wrong, checked, load_function
-from rlhf.user_code import line_of
+from rlhf.user_code import raised
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,5 @@ def _called(function: Loaded, call: Call) -> list[float | None] | Failed:
     try:
         values = checked(function.call(**call.columns), call.count)
     except BaseException as error:  # a user's function may even call sys.exit
-        said = f": {one_line(error)[:300]}" if str(error) else ""
-        return Failed(f"raised {type(error).__name__}{said}{line_of(error)}")
+        return Failed(raised(error))
     return Failed(values.reason, values.index) if isinstance(values, Wrong) else values

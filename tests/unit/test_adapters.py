@@ -55,6 +55,19 @@ def test_keys_become_an_adapter() -> None:
     assert made == NEW and made.scale == 2
 
 
+def test_a_rank_is_no_higher_than_that_of_the_matrices() -> None:
+    """K and V of SmolLM2-135M are [192, 576]."""
+    message = (
+        "model.lora.rank=193 is more than model.layers.0.self_attn.k_proj.weight of [192, 576] can have; use "
+        "model.lora.rank=192 or less"
+    )
+    with pytest.raises(ModelError) as caught:
+        resolve(Lora(rank=193), ARCHITECTURE, "org/base")
+    assert str(caught.value) == message
+    for lora in (Lora(rank=192), Lora(rank=193, target="mlp")):
+        assert resolve(lora, ARCHITECTURE, "org/base") is not None
+
+
 def test_a_folder_becomes_the_adapter_that_was_written(tmp_path: Path) -> None:
     folder = written(tmp_path)
     lora = Lora(path=str(folder), dropout=0.3, save=LoraSave.adapter)

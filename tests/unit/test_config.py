@@ -36,6 +36,7 @@ from rlhf.errors import ConfigError
 
 CONF = PROJECT_ROOT / "conf"
 RECIPES = sorted(path.stem for path in (PROJECT_ROOT / "recipes").glob("*.yaml"))
+CPU_RECIPES = sorted(f"cpu/{path.stem}" for path in (PROJECT_ROOT / "recipes" / "cpu").glob("*.yaml"))
 GROUP_OPTIONS = [(group, option) for group, options in GROUPS.items() for option in options]
 REQUIRED = {
     "model=hf": ["model.path=student", "teacher.model=teacher"],
@@ -540,6 +541,13 @@ MISTAKES = {
     "algo._target_=os.system": "algo must be an option of its group; choose one of algo=gkd, algo=grpo, algo=opsd",
     "recipes=demo": "recipes has no default; write +recipes=demo",
     "+recipes=dem": f"recipes=dem doesn't exist; did you mean demo?; options: {', '.join(RECIPES)}",
+    "+recipes=cpu/opsd": "recipes=cpu/opsd doesn't exist; did you mean cpu/opsd_qwen3?; options: "
+    f"{', '.join(CPU_RECIPES)}",
+    "+recipes=gpu/opsd": f"recipes=gpu/opsd doesn't exist; did you mean opsd?; options: {', '.join(RECIPES)}",
+    "+recipes=parts/cpu": "+recipes=parts/cpu: parts/cpu is what recipes are made of, not a recipe; use e.g. "
+    "+recipes=cpu/gkd_colocate_qwen3",
+    "+recipes=[demo,parts/cpu]": "+recipes=[demo,parts/cpu]: parts/cpu is what recipes are made of, not a recipe; use "
+    "e.g. +recipes=cpu/gkd_colocate_qwen3",
     # unknown keys
     "algo.bta=1": "unknown key algo.bta; did you mean algo.beta?",
     "beta=1": "unknown key beta; did you mean algo.beta?",

@@ -15,7 +15,8 @@ from rlhf.config.compose import to_run
 from rlhf.config.messages import explain
 from rlhf.config.run import Run
 from rlhf.config.teacher import ReferenceTeacher
-from rlhf.errors import RlhfError
+from rlhf.errors import ConfigError, RlhfError
+from rlhf.preflight import check_lesson
 from tests.cells import composed
 
 GROUPS = {
@@ -24,6 +25,7 @@ GROUPS = {
     "colocated": ("algo=grpo", "teacher=colocated", "distill=sampled"),
     "self": ("algo=grpo", "teacher=self", "distill=sampled"),
     "standalone": ("algo=grpo", "teacher=standalone", "distill=sampled"),
+    "own lesson": ("algo=grpo", "teacher=reference", "distill=sampled", "reward=none"),
     "distillation": ("algo=grpo", "teacher=colocated", "distill=sampled", "reward=none"),
     "unasked": ("algo=grpo", "teacher=colocated"),
     "other": ("algo=grpo", "teacher=reference", "distill=topk"),
@@ -92,6 +94,11 @@ REFUSED = {
     ("plain", "algo.max_resamples=5"): "algo.max_resamples=5 has no effect with algo.dynamic_sampling=false; use "
     "algo.dynamic_sampling=true, or leave algo.max_resamples=3",
     ("plain", "algo.overlong_buffer=200"): "algo.overlong_buffer=200 is more than rollout.max_new_tokens=128; lower it",
+    (
+        "plain",
+        "reward.functions=[length] reward.options.length.target=128",
+    ): "reward.options.length.target=128 punishes "
+    "no response, since none is longer than rollout.max_new_tokens=128; use a smaller target",
     ("plain", "data.max_response_length=100"): "data.max_response_length=100 has no effect with algo=grpo, where every "
     "response is the student's own; use rollout.max_new_tokens, or leave data.max_response_length=512",
     ("plain", "eval.responses=student"): "eval.responses=student has no effect with teacher=none, from which no "
@@ -141,6 +148,8 @@ def test_values_out_of_range_name_their_key(override: str) -> None:
         ("plain", "algo.importance_cap=2 rollout.top_p=0.9"),
         ("plain", "algo.importance_cap=2 algo.old_logprobs=trainer"),
         ("plain", "algo.dynamic_sampling=true algo.max_resamples=9 algo.overlong_buffer=128"),
+        ("plain", "reward.functions=[length] reward.options.length.target=127"),
+        ("plain", "reward.functions=[mine.py:length] reward.options.length.target=500"),
         ("reference", "algo.kl_coef=0.1 algo.kl_in=reward algo.kl_estimator=k1"),
         ("colocated", "algo.kl_coef=0.1 rollout.top_k=5"),
         ("self", "algo.teacher_kl_coef=1"),
@@ -151,6 +160,19 @@ def test_values_out_of_range_name_their_key(override: str) -> None:
 )
 def test_what_fits(groups: str, keys: str) -> None:
     assert isinstance(run_of(groups, keys).algo, GRPO)
+
+
+def test_its_own_teacher_teaches_by_what_it_reads_alone() -> None:
+    """Without a privileged prompt, and no reward that moves the student, its reference agrees with it for ever."""
+    run = run_of("own lesson", "algo.teacher_kl_coef=1")
+    with pytest.raises(ConfigError) as caught:
+        check_lesson(run, {"data/teacher_prompt_rows": 0.0})
+    assert str(caught.value) == (
+        "teacher=reference with reward=none has nothing to teach, since no row has a teacher_prompt: teacher and "
+        "student read the same; use data.preprocessor=opsd_reference_solution (or your own), or teacher=colocated"
+    )
+    check_lesson(run, {"data/teacher_prompt_rows": 1.0})
+    check_lesson(run_of("reference", "algo.kl_coef=0.1"), {"data/teacher_prompt_rows": 0.0})
 
 
 def test_sizes_of_a_step() -> None:

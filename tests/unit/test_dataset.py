@@ -59,7 +59,9 @@ def test_without_evaluation_nothing_is_held_out(tmp_path: Path, tokenizer: Any) 
 
 def test_too_few_rows(tmp_path: Path, tokenizer: Any) -> None:
     spec = FileData(path=write(tmp_path / "a.jsonl", sums(3)))
-    with pytest.raises(DataError, match=r"has 3 rows: holding out eval\.samples=3 .* use eval\.samples=2 or less"):
+    with pytest.raises(
+        DataError, match=r"has 3 rows: holding out eval\.samples=3 .* use a smaller eval\.samples \(0: no"
+    ):
         load(spec, tokenizer, 0, 3, True)
     with pytest.raises(DataError, match="no rows to train on"):
         load(FileData(path=write(tmp_path / "empty.jsonl", [])), tokenizer, 0, 0, True)

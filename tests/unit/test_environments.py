@@ -63,6 +63,29 @@ class Plain:
     def step(self, response): return Turn(done=True)
 
 def function(): ...
+
+class Picky(Counts):
+    def __init__(self, size: int = 0) -> None:
+        if size > 3:
+            raise ValueError("size is 3 at most")
+
+class AsyncStep(Counts):
+    async def step(self, response): return Turn(done=True)
+
+class GeneratorReset(Counts):
+    def reset(self, **columns): yield
+
+class NoResponse(Counts):
+    def step(self): return Turn(done=True)
+
+class NoSelf(Counts):
+    def reset(): ...
+
+class CloseAsks(Counts):
+    def close(self, reason): ...
+
+class AsyncInit(Counts):
+    async def __init__(self): ...
 """
 
 
@@ -159,6 +182,30 @@ REFUSED: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
         {"options": {"begin": 1}},
         [{}],
     ),
+    r"Picky can't be made with environment\.options=\{'size': 9\}: Picky\(\.\.\.\) raised ValueError: size is 3 at "
+    r"most, line \d+ of .*mine\.py$": ("Picky", {"options": {"size": 9}}, [{}]),
+    r"AsyncStep\.step is an async function; write def step\(self, response\), line \d+ of .*mine\.py$": (
+        "AsyncStep",
+        {},
+        [{}],
+    ),
+    r"GeneratorReset\.reset is a generator; write def reset\(self, \*\*columns\), line": ("GeneratorReset", {}, [{}]),
+    r"NoResponse\.step can't be called: too many positional arguments; write def step\(self, response\), line": (
+        "NoResponse",
+        {},
+        [{}],
+    ),
+    r"NoSelf\.reset can't be called: invalid method signature; write def reset\(self, \*\*columns\), line": (
+        "NoSelf",
+        {},
+        [{}],
+    ),
+    r"CloseAsks\.close can't be called: missing a required argument: 'reason'; write def close\(self\), line": (
+        "CloseAsks",
+        {},
+        [{}],
+    ),
+    r"AsyncInit\.__init__ is an async function; write def, line": ("AsyncInit", {}, [{}]),
     "reset needs a column 'level', which the data doesn't have; did you mean levels": ("Counts", {}, [{"levels": 1}]),
     "the data's column 'seed' has the name of what every environment is given": (
         "Counts",

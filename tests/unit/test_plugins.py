@@ -125,6 +125,10 @@ def test_names_of_plugins_are_suggested(tmp_path: Path) -> None:
         (f"@register_preprocessor('a b')\n{FUNCTION}", r"a name has letters, digits and _ only, line 3 of .*mine\.py"),
         (f"for _ in range(2):\n    @register_reward('a')\n    {FUNCTION!s}".replace("\n    return", "\n        return"),
          "two rewards are called a, in .*; rename one"),
+        (f"@register_reward\n{FUNCTION}", r"needs a name; write @register_reward\('f'\), line 3 of \S*$"),
+        ("@register_environment\nclass Maze: ...\n", r"write @register_environment\('Maze'\), line 3 of \S*$"),
+        ("register_reward('a')(3)\n", r"reward\('a'\) decorates int 3, expected a function, line 3 of"),
+        ("register_environment('a')('b')\n", r"decorates str 'b', expected a class, line 3 of .*mine\.py"),
         ("x = 1\n", "registers nothing; decorate a function with one of @register_preprocessor, @register_reward, "),
         ("x = 1\nx.y = 2\n", r"can't be imported: AttributeError: .*, line 4 of .*mine\.py"),
         ("x = (\n", r"can't be imported: SyntaxError: .*, line 3 of .*mine\.py"),
@@ -194,6 +198,9 @@ def held_out(count=3, level=1):
 
 def needs(x):
     return []
+
+def forgets():
+    [{"prompt": "x"}]
 """
 
 
@@ -226,6 +233,7 @@ def test_rows_of_a_function(streaming: bool, tmp_path: Path) -> None:
         ({"options": {"level": 9}}, r"failed after row 1: OSError: disk on fire, line 5 of .*rows\.py"),
         ({"options": {"levl": 9}}, r"options\.levl is no option of .*; did you mean level\?; it has count, level"),
         ({"function": "{}/rows.py:needs"}, r"needs: missing a required argument: 'x'; write data\.options\.NAME=VALUE"),
+        ({"function": "{}/rows.py:forgets"}, r"forgets gave None, expected rows; return or yield them, line 14"),
         ({"function": "{}/rows.py:row"}, r"there is no function row in .*; did you mean rows\?"),
         ({"function": "sums"}, r"function=sums doesn't exist; write package\.module\.function or file\.py:function"),
     ],

@@ -133,10 +133,15 @@ def test_rows_it_fails_on_are_bad_rows(tmp_path: Path) -> None:
     dataset = load_rows(tmp_path, rows, preprocessor=name, on_bad_row=OnBadRow.skip)
     assert len(dataset.train) == 1
     assert [str(bad).partition(": ")[2] for bad in dataset.bad_rows] == [
-        f"data.preprocessor={name} raised KeyError: 'level'",
+        f"data.preprocessor={name} raised KeyError: 'level', line 3 of {tmp_path / 'mine.py'}",
         f"data.preprocessor={name} gave list ['no', 'row'], expected a row (dict)",
-        f"data.preprocessor={name} raised KeyError: 'prompt'",
+        f"data.preprocessor={name} raised KeyError: 'prompt', line 2 of {tmp_path / 'mine.py'}",
     ]
+    where = (
+        r"the first is \S*rows\.jsonl:2: data\.preprocessor=\S* raised KeyError: 'level', line 3 of \S*mine\.py; use"
+    )
+    with pytest.raises(DataError, match=where):
+        load_rows(tmp_path, rows[:2], preprocessor=name)
 
 
 def test_it_cannot_spoil_the_rows_of_the_next_epoch() -> None:

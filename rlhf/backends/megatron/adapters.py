@@ -81,17 +81,25 @@ def resolve(lora: Lora, architecture: Architecture, base: str) -> Adapter | None
         base: what the student is, for those who load the adapter.
 
     Raises:
-        ModelError: `model.lora.path` is no adapter for this model, or one that isn't understood in full.
+        ModelError: `model.lora.path` is no adapter for this model, or one that isn't understood in full; or
+            `model.lora.rank` is higher than that of a matrix it adapts.
     """
     if not lora.enabled:
         return None
     if lora.path is not None:
         return read(lora, architecture, base)
+    modules = modules_of(lora.target)
+    weight, shape = min(adapted(architecture, modules).items(), key=lambda item: min(item[1]))
+    if lora.rank > min(shape):
+        raise ModelError(
+            f"model.lora.rank={lora.rank} is more than {weight} of {list(shape)} can have; use model.lora.rank="
+            f"{min(shape)} or less"
+        )
     return Adapter(
         rank=lora.rank,
         alpha=lora.alpha,
         dropout=lora.dropout,
-        modules=modules_of(lora.target),
+        modules=modules,
         base=base,
         save=lora.save,
     )
