@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhf.backends.actors import ENGINE_ENVIRONMENT
 from rlhf.backends.cluster import RayCluster
 from rlhf.backends.megatron.trainer import MegatronTrainer
 from rlhf.backends.scorer_actors import RayScorer
@@ -20,6 +25,7 @@ from rlhf.backends.scores import PackedScores
 from rlhf.backends.vllm.setup import ScorerSetup
 from rlhf.batching import plan_batch
 from rlhf.config.distill import Tail
+from rlhf.config.registry import PROJECT_ROOT
 from rlhf.config.teacher import TeacherEngine
 from rlhf.distill.topk import TopKDistill
 from rlhf.errors import MisalignedScores
@@ -51,7 +57,7 @@ def scorer(cluster: RayCluster, pair: tuple[Path, Path]) -> RayScorer:
     """One engine for the module: starting vLLM takes longer than all of these tests."""
     setup = ScorerSetup(
         model=pair[1],
-        engine=TeacherEngine(kv_cache_gb=0.1),
+        engine=TeacherEngine(kv_cache_gb=0.1, max_num_seqs=4, max_num_batched_tokens=16),  # prompts in several steps
         max_model_len=24,
         distill=DISTILL,
         head="lm_head.weight",
@@ -115,6 +121,67 @@ def test_sampled_log_probabilities_of_transformers(
     minibatches = experience_of(sequences, micro_batch_tokens=40).minibatches
     colocated = trainer_of(pair, standalone=False, full=False).logprobs(sequences, minibatches, 0.7)
     assert colocated.dtype == np.float32 and colocated.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+FALLBACK = """
+import json, sys
+import numpy as np
+from rlhf.backends.vllm import capture, scorer
+from rlhf.backends.vllm.setup import ScorerSetup
+from rlhf.config.distill import Tail
+from rlhf.config.teacher import TeacherEngine
+from rlhf.distill.topk import TopKDistill
+from tests.integration.megatron import random_sequences
+from dataclasses import replace
+
+capture.ScoreCapture.rlhf_capture = lambda worker, setup: None
+setup = ScorerSetup(
+    model=sys.argv[1], engine=TeacherEngine(kv_cache_gb=0.1), max_model_len=24,
+    distill=TopKDistill(8, Tail.bucket, 1.0), head="lm_head.weight", vocab=int(sys.argv[2]), seed=0,
+)
+sequences = random_sequences(500, json.loads(sys.argv[3]))
+order = [3, 0, 4, 2, 1]
+made = scorer.VllmScorer(setup)
+for part in made.score(sequences, order):
+    for sample_id, scores in part.by_sample(sequences, "cpu"):
+        print("SCORES", json.dumps([sample_id, scores.ids.tolist(), scores.logprobs.tolist()]))
+made.setup = replace(setup, distill=TopKDistill(8, Tail.bucket, 0.7))
+try:
+    made._require_flat()
+except Exception as error:
+    print("REFUSED", error)
+"""
+
+
+@pytest.mark.slow
+def test_without_a_known_model_runner_scores_come_as_flat_log_probabilities(
+    sequences: Sequences, pair: tuple[Path, Path]
+) -> None:
+    teacher = AutoModelForCausalLM.from_pretrained(pair[1], dtype=torch.float32).eval()
+    done = subprocess.run(
+        [sys.executable, "-c", FALLBACK, str(pair[1]), str(teacher.config.vocab_size), json.dumps(LENGTHS)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **ENGINE_ENVIRONMENT},
+        cwd=PROJECT_ROOT,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("come as Python objects, which is slower") == 1
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    (refusal,) = [text for word, _, text in lines if word == "REFUSED"]
+    assert "distill.temperature=1" in refusal and "teacher=colocated" in refusal
+    found = [json.loads(text) for word, _, text in lines if word == "SCORES"]
+    assert [sample_id for sample_id, _, _ in found] == sequences.sample_ids[[3, 0, 4, 2, 1]].tolist()
+    of_sample = zip(sequences.rows(), sequences.prompt_lengths.tolist(), strict=True)
+    rows = dict(zip(sequences.sample_ids.tolist(), of_sample, strict=True))
+    for sample_id, ids, logprobs in found:
+        tokens, prompt_length = rows[sample_id]
+        with torch.no_grad():
+            every = teacher(torch.from_numpy(tokens).long()[None]).logits[0].log_softmax(-1)
+        expected = every[int(prompt_length) - 1 : len(tokens) - 1]
+        torch.testing.assert_close(torch.tensor(logprobs), expected.topk(8).values, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(logprobs), expected.gather(1, torch.tensor(ids)), rtol=1e-4, atol=1e-4)
 
 
 def changed(sequences: Sequences, at: int) -> Sequences:
