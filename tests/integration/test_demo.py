@@ -54,6 +54,7 @@ def test_demo_heals_the_student(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_first_commands_of_the_readme(tmp_path: Path) -> None:
     """As they are written there, for two steps."""
     lines = (PROJECT_ROOT / "README.md").read_text(encoding="utf-8").splitlines()
@@ -66,6 +67,7 @@ def test_the_first_commands_of_the_readme(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1300)
 def test_another_divergence_heals_the_student_too(tmp_path: Path) -> None:
     """The whole vocabulary and a Jensen-Shannon divergence, for as many steps."""
     done = launch(["+recipes=demo", "distill=fullvocab", "algo.beta=0.5", "run.name=jsd"], tmp_path, timeout=1200)

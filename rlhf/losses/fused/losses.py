@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -21,6 +20,7 @@ from rlhf.losses.fused.kernels_torch import EXCLUDED, RowStatistics, Transform
 from rlhf.losses.fused.projection import (
     ONE_MODEL,
     TWO_MODELS,
+    Begun,
     Budget,
     RowBlocks,
     Weights,
@@ -28,7 +28,6 @@ from rlhf.losses.fused.projection import (
     gradient_dtype,
     kernels_for,
     project,
-    ready,
     weighted_loss,
 )
 from rlhf.losses.heads import VocabHead, shared_shard
@@ -58,17 +57,15 @@ def full_divergence(
         MisalignedScores: the heads have different numbers of rows.
     """
     require_rows(student, len(teacher))
-    weight, teacher = ready(student.weight), converted(teacher)
 
-    def of_rows(rows: Tensor | slice, some: Weights) -> tuple[Tensor, RowLosses]:
-        head = student.select(rows)
+    def of_rows(rows: Tensor | slice, head: VocabHead, begun: Begun, some: Weights) -> tuple[Tensor, RowLosses]:
         measured = _Measured(None if targets is None else targets[rows], sampler_temperature)
-        loss = _FullRows(head, teacher.select(rows), beta, temperature, measured)
-        total, losses = weighted_loss(head, weight, some, loss)
+        loss = _FullRows(head, converted(teacher.select(rows)), beta, temperature, measured)
+        total, losses = weighted_loss(head, begun, some, loss)
         ones = torch.ones_like(losses)
         return total, loss.measured.rows(losses, ones, ones)
 
-    return _of_weighted_rows(student, weights, of_rows)
+    return _of_weighted_rows(student, weights, TWO_MODELS, of_rows)
 
 
 def topk_divergence(
@@ -92,10 +89,9 @@ def topk_divergence(
         MisalignedScores: the scores don't have one row for each of the student's.
     """
     require_rows(student, len(teacher))
-    weight = ready(student.weight)
 
-    def of_rows(rows: Tensor | slice, some: Weights) -> tuple[Tensor, RowLosses]:
-        head, scores = student.select(rows), teacher[rows]
+    def of_rows(rows: Tensor | slice, head: VocabHead, begun: Begun, some: Weights) -> tuple[Tensor, RowLosses]:
+        scores = teacher[rows]
         slots = topk_slots(scores, student.vocabulary)
 
         def outcomes(part: slice, logprobs: Tensor, rest: Tensor) -> Tensor:
@@ -103,11 +99,11 @@ def topk_divergence(
 
         measured = _Measured(None if targets is None else targets[rows], sampler_temperature)
         loss = _SelectedRows(head, slots.ids, slots.kept, outcomes, temperature, measured, bounded=terms_of is None)
-        total, losses = weighted_loss(head, weight, some, loss)
+        total, losses = weighted_loss(head, begun, some, loss)
         teacher_mass = mass(scores.logprobs.to(losses.dtype), slots.alive)
         return total, measured.rows(losses, teacher_mass, mass(loss.logprobs_at_1, slots.alive))
 
-    return _of_weighted_rows(student, weights, of_rows)
+    return _of_weighted_rows(student, weights, ONE_MODEL, of_rows)
 
 
 def token_loss(
@@ -125,10 +121,8 @@ def token_loss(
     Returns:
         `RowLosses.logprob` is at `temperature`, too.
     """
-    weight = ready(student.weight)
 
-    def of_rows(rows: Tensor | slice, some: Weights) -> tuple[Tensor, RowLosses]:
-        head = student.select(rows)
+    def of_rows(rows: Tensor | slice, head: VocabHead, begun: Begun, some: Weights) -> tuple[Tensor, RowLosses]:
         seen: list[Tensor] = []
 
         def of_part(part: slice, logprobs: Tensor, rest: Tensor) -> Tensor:
@@ -140,26 +134,32 @@ def token_loss(
         measured = _Measured(None, temperature)
         every = torch.ones_like(ids, dtype=torch.bool)
         loss = _SelectedRows(head, ids, every, of_part, temperature, measured, bounded=False)
-        total, losses = weighted_loss(head, weight, some, loss)
+        total, losses = weighted_loss(head, begun, some, loss)
         ones = torch.ones_like(losses)
         return total, replace(measured.rows(losses, ones, ones), logprob=_joined(seen, losses))
 
-    return _of_weighted_rows(student, weights, of_rows)
+    return _of_weighted_rows(student, weights, ONE_MODEL, of_rows)
+
+
+OfRows = Callable[[Tensor | slice, VocabHead, Begun, Weights], tuple[Tensor, RowLosses]]
+"""(rows, the student's head over them, begun, their weights) -> their weighted loss."""
 
 
 def _of_weighted_rows(
-    student: VocabHead,
-    weights: Float[Tensor, " rows"],
-    of_rows: Callable[[Tensor | slice, Weights], tuple[Tensor, RowLosses]],
+    student: VocabHead, weights: Float[Tensor, " rows"], budget: Budget, of_rows: OfRows
 ) -> tuple[Tensor, RowLosses]:
     """`of_rows` of the rows that have a weight; zeros for the others."""
     device = student.hidden.device
     counted = weights.detach().cpu().numpy() != 0
     if counted.all():
-        return of_rows(slice(None), Weights.of(weights, device))
+        begun = Begun.of(student, budget)
+        return of_rows(slice(None), student, begun, Weights.of(weights, device))
     chosen = torch.from_numpy(counted.nonzero()[0])
-    total, rows = of_rows(chosen.to(device), Weights.of(weights[chosen], device))
-    return total, rows.spread_out(chosen.to(device), len(student))
+    rows = chosen.to(device)
+    head = student.select(rows)
+    begun = Begun.of(head, budget)
+    total, losses = of_rows(rows, head, begun, Weights.of(weights[chosen], device))
+    return total, losses.spread_out(rows, len(student))
 
 
 # ---- what a row loss measures beside the loss
@@ -198,7 +198,6 @@ def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
 class _FullRows:
     """`RowLoss` over the whole vocabulary."""
 
-    budget: ClassVar[Budget] = TWO_MODELS
     student: VocabHead
     teacher: VocabHead
     beta: float
@@ -245,7 +244,7 @@ class _FullRows:
             columns = self.teacher.weight.shape[0]
             self.buffer = self.teacher.weight.new_empty(len(raw), -(-columns // 16) * 16)[:, :columns]
         other = self.buffer[: len(raw)]
-        project(other, self.teacher, rows)
+        project(other, self.teacher.hidden[rows], self.teacher.weight)
         return other
 
     def _measure(self, rows: slice, raw: Tensor, at_temperature: RowStatistics) -> None:
@@ -275,8 +274,6 @@ class _SelectedRows:
     A logit of the rest gets g_rest p_j/p_rest - G p_j, with G the sum of all gradients by log-probabilities: as cheap
     as the gradient of a softmax.
     """
-
-    budget: ClassVar[Budget] = ONE_MODEL
 
     student: VocabHead
     ids: Int[Tensor, "rows k"]
@@ -389,8 +386,8 @@ def forward_and_reverse_kl(
     for block in plan.blocks():
         for part in plan.parts(block):
             x, y = of_student[: part.stop - part.start], of_teacher[: part.stop - part.start]
-            project(x, student, part)
-            project(y, teacher, part)
+            project(x, student.hidden[part], student.weight)
+            project(y, teacher.hidden[part], teacher.weight)
             of_x, of_y = kernels.statistics(
                 x, Transform.of(student), shard.columns(columns), 1.0, y, Transform.of(teacher), gaps=True
             )

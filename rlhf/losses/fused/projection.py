@@ -1,8 +1,8 @@
 """Hidden rows meet their LM head a block at a time: logits, loss and gradients, and no logits are kept.
 
 for each block of rows, whose gradients by the logits are kept together:
-    for each part of it:
-        logits = hidden @ weight.T                 # once: nothing is projected again in backward
+    logits = hidden @ weight.T                     # once: nothing is projected again in backward
+    for each part of it, for which a teacher's logits are made, too:
         RowLoss: losses of these rows; logits become d loss / d logits, in place
     d hidden = d logits @ weight
     d weight += d logits.T @ hidden                # in fp32, straight into Megatron's main_grad where there is one
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class Budget:
     block: int
     """The student's, whose gradients are kept for one matmul that makes d weight."""
     part: int
-    """What one matmul with the head makes; a teacher's."""
+    """A teacher's."""
 
 
 TWO_MODELS = Budget(640 * MIB, 320 * MIB)
@@ -55,7 +55,6 @@ ROW_MULTIPLE = 128
 class RowLoss(Protocol):
     """Turns the raw logits of some rows into their losses, and into gradients."""
 
-    budget: ClassVar[Budget]
     steepness: float
     """Most that a logit changes with a raw one: scale / temperature."""
     bounded: bool
@@ -120,24 +119,62 @@ def converted(head: VocabHead) -> VocabHead:
     return replace(head, weight=ready(head.weight))
 
 
-def project(raw: Tensor, head: VocabHead, rows: slice) -> None:
-    """raw = hidden[rows] @ weight.T, of a head in `compute_dtype`."""
-    torch.mm(head.hidden[rows].to(head.weight.dtype), head.weight.t(), out=raw)
+def project(
+    raw: Float[Tensor, "rows V_local"], hidden: Float[Tensor, "rows H"], weight: Float[Tensor, "V_local H"]
+) -> None:
+    """raw = hidden @ weight.T, in the weight's format."""
+    torch.mm(hidden.to(weight.dtype), weight.t(), out=raw)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A head whose first block of logits is being made. Who begins before all else gives a GPU something to do while
+    the rest is prepared."""
+
+    weight: Float[Tensor, "V_local H"]
+    """In `compute_dtype`, without gradient."""
+    plan: RowBlocks
+    buffer: Float[Tensor, "block n"]
+    """For a block of logits; one column more than there are tokens, where a row loss puts what belongs to no column."""
+
+    @classmethod
+    def of(cls, head: VocabHead, budget: Budget) -> Begun:
+        """Begin."""
+        weight, device = ready(head.weight), head.hidden.device
+        columns = weight.shape[0]
+        plan = RowBlocks.of(len(head), columns, weight.dtype, device, budget)
+        buffer = torch.empty(
+            plan.block, -(-(columns + 1) // 16) * 16, dtype=weight.dtype, device=device
+        )  # aligned rows
+        if device.type != "cuda":
+            # torch's bfloat16 matmul on CPUs multiplies what lies beyond a row with zero (2.13): it must be finite.
+            buffer[:, columns:] = 0
+        begun = cls(weight, plan, buffer)
+        if len(head) > 0:
+            begun.project(head.hidden.detach(), slice(0, min(plan.block, len(head))))
+        return begun
+
+    def project(self, hidden: Float[Tensor, "rows H"], block: slice) -> Float[Tensor, "block V_local"]:
+        """The raw logits of a block, in the buffer."""
+        raw = self.raw(block)
+        project(raw, hidden[block], self.weight)
+        return raw
+
+    def raw(self, block: slice) -> Float[Tensor, "block V_local"]:
+        """Where the raw logits of a block are."""
+        return self.buffer[: block.stop - block.start, : self.weight.shape[0]]
 
 
 def weighted_loss(
-    head: VocabHead, ready_weight: Float[Tensor, "V_local H"], weights: Weights, row_loss: RowLoss
+    head: VocabHead, begun: Begun, weights: Weights, row_loss: RowLoss
 ) -> tuple[Tensor, Float[Tensor, " rows"]]:
     """sum(weights * losses), with gradients for the head's hidden rows, weight and bias; and the losses, without.
-
-    Args:
-        ready_weight: `ready(head.weight)`. Whoever has it made first of all gives a GPU something to do meanwhile.
 
     Under tensor parallelism each rank passes its part of the head and the same hidden rows, whose gradients are summed.
     """
     hidden = head.shard.spread(head.hidden)
     wanted = torch.is_grad_enabled()  # inside, it never is
-    total, losses = _WeightedLoss.apply(hidden, head.weight, head.bias, head, ready_weight, weights, row_loss, wanted)
+    total, losses = _WeightedLoss.apply(hidden, head.weight, head.bias, begun, weights, row_loss, wanted)
     return total, losses
 
 
@@ -148,32 +185,21 @@ class _WeightedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        head: VocabHead,
-        ready_weight: Tensor,
+        begun: Begun,
         weights: Weights,
         row_loss: RowLoss,
         wanted: bool,
     ) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_weight, wants_bias = (needed and wanted for needed in ctx.needs_input_grad[:3])
         wants_any = wants_hidden or wants_weight or wants_bias
-        given = head.weight.detach()
-        head = replace(head, hidden=hidden.detach(), weight=ready_weight)
-        dtype, columns = head.weight.dtype, head.weight.shape[0]
-        plan = RowBlocks.of(len(head), columns, dtype, hidden.device, row_loss.budget)
-        # One column more than there are tokens: where a row loss puts what belongs to no column. Rows stay aligned.
-        buffer = torch.empty(plan.block, -(-(columns + 1) // 16) * 16, dtype=dtype, device=hidden.device)
-        if not buffer.is_cuda:
-            # torch's bfloat16 matmul on CPUs multiplies what lies beyond a row with zero (2.13): it must be finite.
-            buffer[:, columns:] = 0
-        first = slice(0, min(plan.part, len(head)))
-        project(buffer[: first.stop, :columns], head, first)  # what follows is prepared meanwhile
+        hidden, plan, dtype = hidden.detach(), begun.plan, begun.weight.dtype
         of_gradients = gradient_dtype(dtype, row_loss.bounded)
-        backward_weight = given if given.dtype == of_gradients else head.weight.to(of_gradients)
+        backward_weight = weight.detach() if weight.dtype == of_gradients else begun.weight.to(of_gradients)
         scale = 1.0
         if of_gradients == torch.float16 and weights.largest > 0:
             scale = GRADIENT_SCALE / (weights.largest * max(1.0, row_loss.steepness))
         exact = torch.promote_types(dtype, torch.float32)
-        losses = torch.empty(len(head), dtype=exact, device=hidden.device)
+        losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight = _main_grad(weight, exact) if wants_weight else None
         ctx.in_main_grad = d_weight is not None
@@ -182,17 +208,15 @@ class _WeightedLoss(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wants_bias else None
         scaled = weights.values.to(exact) * scale
         for block in plan.blocks():
-            raw_block = buffer[: block.stop - block.start, :columns]
+            raw = begun.raw(block) if block.start == 0 else begun.project(hidden, block)
             for part in plan.parts(block):
-                raw = raw_block[part.start - block.start : part.stop - block.start]
-                if part.start > 0:
-                    project(raw, head, part)
-                losses[part] = row_loss(part, raw, scaled[part] if wants_any else None)
-            gradients = raw_block.view(of_gradients)
+                raw_part = raw[part.start - block.start : part.stop - block.start]
+                losses[part] = row_loss(part, raw_part, scaled[part] if wants_any else None)
+            gradients = raw.view(of_gradients)
             if d_hidden is not None:
                 torch.mul(_mm(gradients, backward_weight), 1 / scale, out=d_hidden[block])
             if d_weight is not None:
-                _add_mm_(d_weight, gradients, head.hidden[block].to(of_gradients), 1 / scale)
+                _add_mm_(d_weight, gradients, hidden[block].to(of_gradients), 1 / scale)
             if d_bias is not None:
                 d_bias += gradients.sum(0, dtype=exact) / scale
         ctx.weight_dtype = weight.dtype
@@ -213,7 +237,6 @@ class _WeightedLoss(torch.autograd.Function):
             d_hidden,
             None if d_weight is None else d_weight.mul_(d_total).to(ctx.weight_dtype),
             None if d_bias is None else d_bias.mul_(d_total).to(ctx.bias_dtype),
-            None,
             None,
             None,
             None,

@@ -35,7 +35,7 @@ def topk_scores(head: VocabHead, k: int, temperature: float, budget: Budget = ON
     normaliser = torch.empty(len(head), dtype=torch.float32, device=device) if temperature != 1 else None
     for rows in plan.blocks():
         raw = buffer[: rows.stop - rows.start, :held]
-        project(raw, head, rows)
+        project(raw, head.hidden[rows], head.weight)
         raw[:, columns:] = EXCLUDED  # padding of the head
         log_z = kernels.statistics(raw, transform, columns)[0].joined(shard.group).log_z
         own, tokens = kernels.top(raw, transform, columns, min(k, columns))
