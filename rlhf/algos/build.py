@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatches
+from rlhf.algos.gkd import GKDObjective, make_minibatches
 from rlhf.algos.grpo import GRPOObjective, plan_minibatches
 from rlhf.algos.objective import Objective
 from rlhf.config.algo import GRPO
@@ -36,9 +36,7 @@ def build_objective(run: Run) -> Objective:
     return GKDObjective(
         beta=run.algo.beta,
         distill=distill,
-        sampler_temperature=None
-        if run.engine is None
-        else comparable_temperature(run.engine.temperature, run.engine.top_p, run.engine.top_k),
+        sampler_temperature=None if run.engine is None else run.engine.comparable_temperature,
     )
 
 

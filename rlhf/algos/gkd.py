@@ -26,7 +26,7 @@ class GKDObjective:
     distill: Distill[Any]
     sampler_temperature: float | None
     """Temperature to compare log-probabilities with the sampler's at; None when they can't be compared, because the
-    sampler cut its distribution (top_p, top_k) or took no sample (greedy)."""
+    sampler cut its distribution (top_p, top_k, min_p) or took no sample (greedy)."""
 
     @property
     def old_logprobs_at(self) -> None:
@@ -95,8 +95,3 @@ def make_minibatches(
     weights = token_mean_weights(sequences)
     supervised = sft_alpha > 0 and sequences.logprobs is None
     return (MiniBatch(plan=plan, weights=weights, target_weights=sft_alpha * weights if supervised else None),)
-
-
-def comparable_temperature(temperature: float, top_p: float, top_k: int) -> float | None:
-    """`GKDObjective.sampler_temperature` for these sampling options."""
-    return temperature if temperature > 0 and top_p == 1.0 and top_k == 0 else None

@@ -140,8 +140,8 @@ class GRPO:
     """token | sequence: whose probabilities are compared."""
     old_logprobs: OldLogprobs | None = None
     """sampler | trainer: what the student's log-probabilities are compared with, at `rollout.temperature`. null:
-    sampler; trainer where the sampler's distribution is cut (`rollout.top_p`, `rollout.top_k`), since the cut one isn't
-    what the trainer computes."""
+    sampler; trainer where the sampler's distribution is cut (`rollout.top_p`, `top_k`, `min_p`), since the cut one
+    isn't what the trainer computes."""
     importance_cap: float | None = None
     """With old_logprobs=trainer: each token's loss is multiplied by trainer's / sampler's probability before the
     update, at most this (truncated importance sampling, e.g. 2); by the response's with ratio=sequence. null: it

@@ -126,6 +126,7 @@ def _check_old_logprobs(algo: GRPO, engine: VllmRollout) -> None:
         for text, given in (
             (f"rollout.top_p={engine.top_p:g}", engine.top_p < 1),
             (f"rollout.top_k={engine.top_k}", engine.top_k > 0),
+            (f"rollout.min_p={engine.min_p:g}", engine.min_p > 0),
         )
         if given
     )

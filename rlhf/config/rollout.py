@@ -33,6 +33,8 @@ class VllmRollout:
     """Sample from the smallest set of tokens with this much probability; 1 keeps all."""
     top_k: int = 0
     """Sample from the k most likely tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Leave out tokens that are less likely than this share of the most likely one; 0 keeps all."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a response, besides the model's own end-of-sequence tokens."""
     stop_tokens: list[str] = field(default_factory=list)
@@ -56,9 +58,10 @@ class VllmRollout:
         require_between("rollout.top_p", self.top_p, 0, 1)
         require_positive("rollout.top_p", self.top_p)
         require_at_least("rollout.top_k", self.top_k, 0)
+        require_between("rollout.min_p", self.min_p, 0, 1)
         if self.temperature == 0:
             why = "with rollout.temperature=0 (greedy)"
-            refuse_unused(self, "rollout", ("top_p", "top_k"), why, "use rollout.temperature=1")
+            refuse_unused(self, "rollout", ("top_p", "top_k", "min_p"), why, "use rollout.temperature=1")
         for key in ("stop_token_ids", "stop_tokens"):
             listed = list(getattr(self, key))
             require(len(set(listed)) == len(listed), f"rollout.{key}={written(listed)} names one twice; keep one")
@@ -70,14 +73,22 @@ class VllmRollout:
         )
         if self.temperature == 0 or not self.whole_distribution:
             why = "when the sampler's distribution is cut or greedy: its log-probabilities aren't the model's"
-            refuse_unused(self, "rollout", ("logprob_gap_warning",), why, "use rollout.top_p=1 rollout.top_k=0")
+            refuse_unused(
+                self, "rollout", ("logprob_gap_warning",), why, "use rollout.top_p=1 rollout.top_k=0 rollout.min_p=0"
+            )
         if self.logprob_gap_warning is not None:
             require_positive("rollout.logprob_gap_warning", self.logprob_gap_warning)
 
     @property
     def whole_distribution(self) -> bool:
         """Whether every token may be sampled: nothing is cut off and the rest raised in its place."""
-        return self.top_p == 1 and self.top_k == 0
+        return self.top_p == 1 and self.top_k == 0 and self.min_p == 0
+
+    @property
+    def comparable_temperature(self) -> float | None:
+        """At which the trainer's log-probabilities are those of the sampler; None where it cut its distribution or took
+        no sample (greedy)."""
+        return self.temperature if self.temperature > 0 and self.whole_distribution else None
 
 
 @dataclass(kw_only=True)

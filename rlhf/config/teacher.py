@@ -81,6 +81,8 @@ class TeacherGeneration:
     """Sample from the smallest set of tokens with this much probability; 1 keeps all."""
     top_k: int = 0
     """Sample from the k most likely tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Leave out tokens that are less likely than this share of the most likely one; 0 keeps all."""
     kv_cache_gb: float = 1.0
     """Key-value cache of one writing replica in GiB, beside `teacher.engine.kv_cache_gb`."""
 
@@ -90,9 +92,12 @@ class TeacherGeneration:
         require_between("teacher.generation.top_p", self.top_p, 0, 1)
         require_positive("teacher.generation.top_p", self.top_p)
         require_at_least("teacher.generation.top_k", self.top_k, 0)
+        require_between("teacher.generation.min_p", self.min_p, 0, 1)
         if self.temperature == 0:
             why = "with teacher.generation.temperature=0 (greedy)"
-            refuse_unused(self, "teacher.generation", ("top_p", "top_k"), why, "use teacher.generation.temperature=1")
+            refuse_unused(
+                self, "teacher.generation", ("top_p", "top_k", "min_p"), why, "use teacher.generation.temperature=1"
+            )
         require_positive("teacher.generation.kv_cache_gb", self.kv_cache_gb)
 
 

@@ -151,6 +151,7 @@ def writer_setup(run: Run, inputs: Inputs, spec: StandaloneTeacher, writer: Teac
             temperature=writer.temperature,
             top_p=writer.top_p,
             top_k=writer.top_k,
+            min_p=writer.min_p,
             max_num_seqs=engine.max_num_seqs,
             kv_cache_gb=writer.kv_cache_gb,
             enforce_eager=engine.enforce_eager,

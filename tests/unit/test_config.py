@@ -180,6 +180,7 @@ OUT_OF_RANGE = [
     "rollout.top_p=-0.5",
     "rollout.top_p=0",
     "rollout.top_p=2",
+    "rollout.min_p=1.5",
     "rollout.top_k=-1",
     "rollout.max_num_seqs=0",
     "rollout.kv_cache_gb=0",

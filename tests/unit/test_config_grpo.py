@@ -80,6 +80,9 @@ REFUSED = {
     ("plain", "algo.old_logprobs=sampler rollout.top_p=0.9 rollout.top_k=20"): "algo.old_logprobs=sampler with "
     "rollout.top_p=0.9 rollout.top_k=20: the sampler's log-probabilities are those of a cut distribution, which the "
     "trainer doesn't compute; use algo.old_logprobs=trainer (or null)",
+    ("plain", "algo.old_logprobs=sampler rollout.min_p=0.1"): "algo.old_logprobs=sampler with "
+    "rollout.min_p=0.1: the sampler's log-probabilities are those of a cut distribution, which the trainer doesn't "
+    "compute; use algo.old_logprobs=trainer (or null)",
     ("reference", "algo.kl_coef=0.1 algo.kl_in=reward rollout.top_p=0.9"): "algo.kl_in=reward with rollout.top_p=0.9: "
     "the penalty takes the sampler's log-probabilities, which are those of a cut distribution; use algo.kl_in=loss",
     ("plain", "algo.importance_cap=2"): "algo.importance_cap=2.0 has no effect with algo.old_logprobs=sampler (null "
@@ -146,6 +149,7 @@ def test_values_out_of_range_name_their_key(override: str) -> None:
         ("plain", ""),
         ("plain", "algo.steps_per_generation=2 train.warmup_steps=32 train.global_batch_samples=12"),
         ("plain", "algo.importance_cap=2 rollout.top_p=0.9"),
+        ("plain", "algo.importance_cap=2 rollout.min_p=0.1"),
         ("plain", "algo.importance_cap=2 algo.old_logprobs=trainer"),
         ("plain", "algo.dynamic_sampling=true algo.max_resamples=9 algo.overlong_buffer=128"),
         ("plain", "reward.functions=[length] reward.options.length.target=127"),

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.algos.gkd import GKDObjective, comparable_temperature, make_minibatches
+from rlhf.algos.gkd import GKDObjective, make_minibatches
 from rlhf.algos.objective import RowBatch, Totals
 from rlhf.config.distill import Tail
+from rlhf.config.rollout import VllmRollout
 from rlhf.config.train import Train
 from rlhf.distill.fullvocab import FullVocabDistill
 from rlhf.distill.topk import TopKDistill
@@ -163,11 +164,18 @@ def test_no_gap_without_log_probabilities_that_can_be_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k", "comparable"),
-    [(1.0, 1.0, 0, 1.0), (0.7, 1.0, 0, 0.7), (0.0, 1.0, 0, None), (1.0, 0.9, 0, None), (1.0, 1.0, 50, None)],
+    ("options", "comparable"),
+    [
+        ({}, 1.0),
+        ({"temperature": 0.7}, 0.7),
+        ({"temperature": 0.0}, None),
+        ({"top_p": 0.9}, None),
+        ({"top_k": 50}, None),
+        ({"min_p": 0.1}, None),
+    ],
 )
-def test_comparable_temperature(temperature: float, top_p: float, top_k: int, comparable: float | None) -> None:
-    assert comparable_temperature(temperature, top_p, top_k) == comparable
+def test_comparable_temperature(options: dict[str, float], comparable: float | None) -> None:
+    assert VllmRollout(**options).comparable_temperature == comparable
 
 
 # ---- totals ---------------------------------------------------------------------------------------------------------

@@ -171,6 +171,7 @@ class VllmEngine:
                 temperature=0.0 if greedy else rollout.temperature,
                 top_p=rollout.top_p,
                 top_k=rollout.top_k,
+                min_p=rollout.min_p,
                 max_tokens=rollout.max_new_tokens,
                 seed=int(seed),
                 ignore_eos=True,  # the stop tokens below are the whole list
