@@ -10,9 +10,9 @@ log-probabilities). All others are the trainer's, over the whole vocabulary at t
                             a response's, as the ratio is, under ratio=sequence
 
 top_p, top_k and min_p renormalise pi_b over tokens that the trainer doesn't know, so pi / pi_b would be below 1 from
-the start, by a factor that differs from row to row. pi / pi_old has no such factor: both are whole. What remains is that
-tokens outside were never tried, and that those inside were tried more often than pi_old would have: the cap corrects
-the latter, since pi_b is what truly was sampled from.
+the start, by a factor that differs from row to row. pi / pi_old has no such factor: both are whole. What remains is
+that tokens outside were never tried, and that those inside were tried more often than pi_old would have: the cap
+corrects the latter, since pi_b is what truly was sampled from.
 """
 
 from __future__ import annotations
