@@ -39,8 +39,9 @@ from rlhf.data.rows import BadRow
 from rlhf.distill.fullvocab import FullVocabDistill
 from rlhf.distill.topk import TopKDistill
 from rlhf.errors import ConfigError, RoleDied
-from rlhf.execute import build_objective, largest_gap, objective_of, report_data, saved_text, train, verifier_of
+from rlhf.execute import build_objective, largest_gap, objective_of, train, verifier_of
 from rlhf.loggers.base import MetricLog, build
+from rlhf.outcome import report_data, saved_text
 from rlhf.preflight import Inputs
 from rlhf.roles.doubles import Done, DoubleEngine, DoubleRewarder, DoubleScorer, DoubleTrainer, doubles
 from rlhf.run_folder import RunFolder, check

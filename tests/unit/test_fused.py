@@ -11,7 +11,6 @@ import torch
 from rlhf.config.distill import Tail
 from rlhf.distill.topk import TopKDistill
 from rlhf.losses import divergence as dense
-from rlhf.losses.cross_entropy import cross_entropy
 from rlhf.losses.fused import losses as fused
 from rlhf.losses.fused import projection
 from rlhf.losses.heads import VocabHead
@@ -19,6 +18,11 @@ from rlhf.losses.heads import VocabHead
 ROWS, HIDDEN = 7, 5
 TARGETS = torch.tensor([0, 3, 11, 5, 5, 1, 2])
 WEIGHTS = torch.linspace(0.5, 1.5, ROWS, dtype=torch.float64)
+
+
+def cross_entropy(head: VocabHead, targets: torch.Tensor) -> torch.Tensor:
+    """The formula on logits, a row."""
+    return torch.nn.functional.cross_entropy(head.logits(), targets.long(), reduction="none")
 
 
 def heads(vocabulary: int, teacher_vocabulary: int, **options) -> tuple[VocabHead, VocabHead]:
