@@ -65,6 +65,11 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
+def counted(number: int, what: str) -> str:
+    """`1 row was`, `2 rows were`."""
+    return f"{number} {what} was" if number == 1 else f"{number} {what}s were"
+
+
 def nearest(word: str, known: list[str]) -> str:
     """`; did you mean ...?`, or nothing."""
     close = difflib.get_close_matches(word, known, n=1)

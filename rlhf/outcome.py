@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf.backends.megatron.adapters import parameters
 from rlhf.checkpoint import Checkpoints
 from rlhf.config.run import Run
-from rlhf.errors import RlhfError
+from rlhf.errors import RlhfError, counted
 from rlhf.loggers.base import MetricLog
 from rlhf.preflight import Inputs
 from rlhf.report import summary as report
@@ -50,7 +50,7 @@ def report_data(inputs: Inputs, folder: Path, log: MetricLog) -> None:
         listing = folder / BAD_ROWS
         listing.write_text("".join(f"{row}\n" for row in bad_rows), encoding="utf-8")
         log.warn(
-            f"{len(bad_rows)} rows are left out (data.on_bad_row=skip), listed in {report.shown_path(listing)}; "
+            f"{counted(len(bad_rows), 'row')} left out (data.on_bad_row=skip), listed in {report.shown_path(listing)}; "
             f"the first: {bad_rows[0]}"
         )
     if cut := statistics.get("data/truncated_rows"):

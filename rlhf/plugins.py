@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from rlhf.config.base import written
 from rlhf.errors import ConfigError
 from rlhf.user_code import load, module_of
 
@@ -88,7 +89,10 @@ def load_plugins(entries: Sequence[str]) -> None:
     """
     table: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in BUILT_IN}
     owner: dict[tuple[str, str], str] = {}
-    for entry in entries:
+    files = [str(Path(entry).resolve()) if entry.endswith(".py") else entry for entry in entries]
+    for entry, file in zip(entries, files, strict=True):
+        if files.count(file) > 1:
+            raise ConfigError(f"plugins={written(list(entries))} names {entry} twice; keep one")
         if entry not in _of_entry:
             _of_entry[entry] = _imported(entry)
         for found in _of_entry[entry]:

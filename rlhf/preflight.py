@@ -13,7 +13,7 @@ from rlhf.backends.megatron.adapters import Adapter
 from rlhf.backends.megatron.architecture import Architecture, refuse_unknown_fields
 from rlhf.backends.megatron.tensors import check_weights
 from rlhf.batching import steps_of
-from rlhf.config.algo import GRPO
+from rlhf.config.algo import GKD, GRPO
 from rlhf.config.checks import check_schedule, said_of
 from rlhf.config.cluster import Device
 from rlhf.config.distill import FullVocab, TopK
@@ -114,8 +114,13 @@ def check_inputs(run: Run) -> Inputs:
         if loss is not None:
             loss.check()
     warnings: list[str] = []
+    if _is_taught_by_itself(run, student, teacher, dataset):
+        warnings.append(
+            f"teacher.model={run.teacher.model} is the student itself ({name}): their divergence is zero from the "
+            "start, and training can only raise it"
+        )
     if isinstance(run.reward, FunctionReward):
-        warnings = check_reward_functions(run.reward, dataset, run.plugins)
+        warnings += check_reward_functions(run.reward, dataset, run.plugins)
     if isinstance(run.environment, MultiTurn):
         names, _ = dataset.train_column_names()
         check_environment(run.environment, names, run.plugins)
@@ -169,6 +174,12 @@ def _steps(run: Run, dataset: Dataset) -> int:
         raise ConfigError(f"{said}: more than {MOST_STEPS}; lower run.epochs")
     check_schedule(run.train, steps * run.updates_per_step, said_of(run, said))
     return steps
+
+
+def _is_taught_by_itself(run: Run, student: Path, teacher: Path | None, dataset: Dataset) -> bool:
+    """Whether teacher and student are the same model and read the same."""
+    same = teacher == student and not run.model.drop_layers and run.model.lora.path is None
+    return same and isinstance(run.algo, GKD) and dataset.statistics.get("data/teacher_prompt_rows") == 0
 
 
 def check_lesson(run: Run, statistics: Metrics) -> None:

@@ -188,9 +188,10 @@ def ended(processes: list[Process]) -> Iterator[tuple[Process, str]]:
 
 
 def last_words(error: BaseException | None) -> str:
-    """One line of at most 300 characters: the end, where Ray and most libraries put the reason."""
-    text = one_line(error)
-    return text if len(text) <= 300 else f"... {text[-300:]}"
+    """One line of at most 300 characters: the end, where Ray and most libraries put the reason, of what Ray says before
+    it goes on with advice about memory."""
+    text = one_line(error).partition(" If the process was killed by the kernel OOM killer")[0]
+    return text if len(text) <= 300 else f"... {text[-300:].partition(' ')[2]}"
 
 
 def threads_each(nodes: list[str], cores: int) -> int:
@@ -208,6 +209,8 @@ def remedy(error: BaseException) -> str:
     file = getattr(error, "filename", None)
     if file is not None and Path(file) in (token, *token.parents):
         return "it keeps a token in the home folder: set HOME to a folder you can write to"
+    if "timed out" in str(error):
+        return "the machine may be busy: try again when it is less so"
     return f"its files go to {temporary_folder()}, choose a shorter or roomier path with RAY_TMPDIR"
 
 
@@ -265,7 +268,8 @@ class RayCluster:
             )
         except Exception as error:  # Ray also raises plain ones, e.g. when a machine is too busy to start it
             if self.spec.address is None:
-                raise ClusterError(f"Ray could not be started here: {last_words(error)}; {remedy(error)}") from error
+                words = last_words(error).rstrip(".")
+                raise ClusterError(f"Ray could not be started here: {words}; {remedy(error)}") from error
             raise ClusterError(
                 f"no Ray cluster at cluster.address={self.spec.address} ({last_words(error)}); start one with `ray "
                 f"start --head{self._resources(bundles)}`, or use cluster.address=null"

@@ -10,7 +10,7 @@ from rlhf.config.base import not_yet, refuse_unused, require
 from rlhf.config.checks_grpo import check_grpo
 from rlhf.config.cluster import Device
 from rlhf.config.data import OnBadRow, RowsData
-from rlhf.config.distill import NoDistill, Sampled
+from rlhf.config.distill import NoDistill, Sampled, TopK
 from rlhf.config.environment import MultiTurn
 from rlhf.config.placement import Colocate, Separate
 from rlhf.config.reward import NoReward
@@ -61,6 +61,9 @@ def check(run: Run) -> None:
         why = "with teacher=none, from which no divergence is measured"
         refuse_unused(run.eval, "eval", ("responses", "max_response_tokens"), why, "name a teacher")
         refuse_unused(run.data, "data", ("max_teacher_length",), "with teacher=none", "name a teacher")
+    if isinstance(run.teacher, StandaloneTeacher) and not isinstance(run.distill, TopK):
+        why = "without distill=topk, for which the teacher's logits are made"
+        refuse_unused(run.teacher.engine, "teacher.engine", ("logits_mb",), why, "use distill=topk")
     if isinstance(run.teacher, ColocatedTeacher) and run.cluster.device is Device.cpu:
         why = "with cluster.device=cpu, where device and host memory are one"
         refuse_unused(run.teacher, "teacher", ("offload",), why, "use cluster.device=cuda")

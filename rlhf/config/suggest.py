@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rlhf.config.names import OURS, ours
 from rlhf.config.registry import GROUPS, target_of
 
 
@@ -19,11 +20,16 @@ def unknown_key(key: str, config: DictConfig) -> str:
     keys = [other for other in _all_keys(config, hydra=key.startswith("hydra.")) if other != key]
     message = f"unknown key {key}"
     same_name = [other for other in keys if other.rpartition(".")[2] == name]
+    here = ours(key)
     if others := _options_with(parent, name):
-        return f"{message} with {parent}={_option_of(parent, section)}; {' or '.join(others)} has it"
-    if same_name:
+        option = _option_of(parent, section)
+        instead = f"; with {parent}={option} it is {here}" if here in keys else ""
+        return f"{message} with {parent}={option}; {' or '.join(others)} has it{instead}"
+    if same_name and key not in OURS:
         return f"{message}; did you mean {' or '.join(same_name)}?"
-    if close := difflib.get_close_matches(name, siblings, n=1):
+    if here is not None and here != key:
+        return f"{message}; here it is {here}"
+    if close := difflib.get_close_matches(name.lower(), siblings, n=1):
         return f"{message}; did you mean {parent + '.' if parent else ''}{close[0]}?"
     if not parent and (close := _close_names(name, keys)):
         return f"{message}; did you mean {close[0]}?"

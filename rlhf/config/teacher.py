@@ -65,7 +65,11 @@ class TeacherEngine:
     def __post_init__(self) -> None:
         require_at_least("teacher.engine.max_num_seqs", self.max_num_seqs, 1)
         require_positive("teacher.engine.kv_cache_gb", self.kv_cache_gb)
-        require_at_least("teacher.engine.max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"teacher.engine.max_num_batched_tokens={self.max_num_batched_tokens} is less than a token for each of "
+            f"teacher.engine.max_num_seqs={self.max_num_seqs}; raise it, or lower teacher.engine.max_num_seqs",
+        )
         require_at_least("teacher.engine.logits_mb", self.logits_mb, 1)
 
 

@@ -21,7 +21,7 @@ from rlhf.data.rows import NOTHING_MORE, BadRow, Needs
 from rlhf.data.stream import NO_RESPONSE, RowStream, first_rows, require_usable, survey
 from rlhf.data.table import PromptTable, concatenate
 from rlhf.data.tokenise import check_refusals
-from rlhf.errors import DataError
+from rlhf.errors import DataError, counted
 from rlhf.types import Metrics
 
 
@@ -217,7 +217,7 @@ def _require_held_out(rows: int, eval_samples: int, bad: list[BadRow]) -> None:
 
 
 def _skipped(bad: list[BadRow]) -> str:
-    return f" after {len(bad)} bad rows were left out" if bad else ""
+    return f" after {counted(len(bad), 'bad row')} left out" if bad else ""
 
 
 def _require_responses(held_out: PromptTable) -> None:

@@ -15,7 +15,7 @@ from rlhf.data.read import CHUNK, Chunk, Numbered, read_chunks, read_rows
 from rlhf.data.rows import NOTHING_MORE, BadRow, Needs
 from rlhf.data.table import PromptTable, concatenate
 from rlhf.data.tokenise import check_refusals
-from rlhf.errors import DataError
+from rlhf.errors import DataError, counted
 
 NO_RESPONSE = "held out without the reference response that eval.responses=dataset needs"
 
@@ -65,7 +65,7 @@ def require_usable(stream: RowStream) -> None:
         refused += chunk.refused
     if bad.count == len(refused):
         check_refusals(0, refused, stream.tokenizer)
-    left_out = f" after {bad.count} bad rows were left out ({bad.lines()[0]})" if bad.count else ""
+    left_out = f" after {counted(bad.count, 'bad row')} left out ({bad.lines()[0]})" if bad.count else ""
     besides = f" besides the first {stream.skip}, which are held out" if stream.skip else ""
     raise DataError(f"{stream.source.name} has no rows to train on{besides}{left_out}")
 

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.errors import DataError, RlhfError
+from rlhf.errors import DataError, RlhfError, counted
 from rlhf.types import Metrics
 
 FILE = "summary.json"
@@ -128,7 +128,7 @@ def show(summary: RunSummary, console: rich.console.Console) -> None:
         versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items())
         _section(console, "Versions", Text(versions))
     if summary.bad_rows:
-        text = f"{summary.bad_rows} rows of the data couldn't be used and were left out."
+        text = f"{counted(summary.bad_rows, 'bad row')} left out of the data."
         console.print(Text(f"\n{text}", style="yellow"))
 
 
@@ -199,6 +199,8 @@ def _files(summary: RunSummary) -> Iterator[tuple[str, str]]:
         yield "best", f"{shown_path(Path(summary.best['path']))} ({noted})"
     if summary.checkpoint:
         yield "final", shown_path(Path(summary.checkpoint))
+        if (adapter := Path(summary.checkpoint) / "adapter").exists():
+            yield "adapter", shown_path(adapter)
 
 
 def _section(console: rich.console.Console, title: str, body: Table | Text) -> None:

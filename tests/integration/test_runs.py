@@ -100,7 +100,7 @@ def test_your_own_model_and_data(world: tuple[Path, list[str]], tmp_path: Path) 
     assert [line.split(": ")[0].rpartition("/")[2] for line in listed] == [
         f"with_bad_rows.jsonl:{number}" for number in (41, 42, 43)
     ]
-    assert "3 rows are left out (data.on_bad_row=skip)" in done.stdout
+    assert "3 rows were left out (data.on_bad_row=skip)" in done.stdout
 
     steps = metrics_of(run_dir)
     assert sorted(steps) == [0, 1, 2]
@@ -289,7 +289,10 @@ def test_mistakes_are_found_before_a_process_starts(world: tuple[Path, list[str]
     for extra, message in cases:
         with pytest.raises(RlhfError, match=re.escape(message)):
             check_inputs(composed([*overrides, *extra]))
+    (warning,) = check_inputs(composed([*overrides, f"teacher.model={folder / 'student'}"])).warnings
+    assert "is the student itself" in warning
     run = composed(overrides)
+    assert check_inputs(run).warnings == ()
     for function, message in [
         ("code", "code needs a column 'tests', which the data doesn't have"),
         ("formt", "format?"),

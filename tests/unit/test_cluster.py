@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.backends.cluster import remedy
+from rlhf.backends.cluster import last_words, remedy
 
 
 def test_a_home_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,4 +22,14 @@ def test_a_home_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypat
     monkeypatch.setenv("RAY_TMPDIR", "/big")
     full = OSError(errno.ENOSPC, "No space left on device", "/big/ray/session")
     for error in (full, RuntimeError("the node died")):
+        assert remedy(RuntimeError("The current node timed out during startup.")).startswith("the machine may be busy")
         assert remedy(error) == "its files go to /big, choose a shorter or roomier path with RAY_TMPDIR"
+
+
+def test_last_words_leave_out_what_ray_says_about_memory() -> None:
+    died = "The actor died. It was killed by signal 9. If the process was killed by the kernel OOM killer (verifiable"
+    assert last_words(RuntimeError(f"{died} by checking dmesg), consider more.")) == (
+        "The actor died. It was killed by signal 9."
+    )
+    long = last_words(RuntimeError("word " * 100))
+    assert long.startswith("... word ") and len(long) <= 304

@@ -28,6 +28,7 @@ from rlhf.config.compose import to_run
 from rlhf.config.lora import modules_of
 from rlhf.config.messages import explain, interrupted
 from rlhf.config.model import SmolLM2With24Layers
+from rlhf.config.names import OURS
 from rlhf.config.registry import GROUPS, PROJECT_ROOT, SECTIONS, target_of
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Eval, Run
@@ -258,7 +259,7 @@ def test_layouts() -> None:
 
 
 def test_both_refusals_of_fullvocab_and_paths() -> None:
-    assert "distill.temperature must be greater than 0" in refusal("distill=fullvocab", "distill.temperature=-1")
+    assert "distill.temperature must be at least 0.01" in refusal("distill=fullvocab", "distill.temperature=-1")
     assert "data.path is empty" in refusal("data=file", "data.path=''")
     assert "data.name is empty" in refusal("data=hub", "data.name=''")
     assert "data.split is empty" in refusal("data=hub", "data.name=a/b", "data.split=''")
@@ -351,7 +352,12 @@ CONTRADICTIONS = {
     "teacher=standalone teacher.gpus=0": "teacher.gpus must be at least 1, got 0",
     "teacher=standalone teacher.engine.kv_cache_gb=0": "teacher.engine.kv_cache_gb must be greater than 0, got 0.0",
     "teacher=standalone +teacher.engine.foo=1": "unknown key teacher.engine.foo; teacher.engine has dtype, "
-    "enforce_eager, kv_cache_gb, max_num_seqs",
+    "enforce_eager, kv_cache_gb, logits_mb, max_num_batched_tokens, max_num_seqs",
+    "teacher=standalone teacher.engine.max_num_batched_tokens=8": "teacher.engine.max_num_batched_tokens=8 is less "
+    "than a token for each of teacher.engine.max_num_seqs=64; raise it, or lower teacher.engine.max_num_seqs",
+    "teacher=standalone distill=fullvocab teacher.engine.logits_mb=77": "teacher.engine.logits_mb=77 has no effect "
+    "without distill=topk, for which the teacher's logits are made; use distill=topk, or leave "
+    "teacher.engine.logits_mb=1280",
     "teacher=standalone teacher.engine=5": "teacher.engine: a section; set its keys one by one",
     "teacher=standalone model=hf model.path=x": "the default teacher goes with the default student only; name yours: "
     "teacher.model=FOLDER (a Hugging Face checkpoint with the student's tokenizer)",
@@ -551,6 +557,13 @@ MISTAKES = {
     "e.g. +recipes=cpu/gkd_colocate_qwen3",
     # unknown keys
     "algo.bta=1": "unknown key algo.bta; did you mean algo.beta?",
+    "distill.K=8": "unknown key distill.K; did you mean distill.k?",
+    "run.save_steps=5": "unknown key run.save_steps; here it is run.save_every",
+    "learning_rate=1e-5": "unknown key learning_rate; here it is train.lr",
+    "model.name=x": "unknown key model.name; here it is model.path",
+    "rollout.n=8": "unknown key rollout.n; here it is algo.num_generations",
+    "algo=grpo algo.beta=0.1": "unknown key algo.beta with algo=grpo; algo=gkd or algo=opsd has it; with algo=grpo it "
+    "is algo.kl_coef",
     "beta=1": "unknown key beta; did you mean algo.beta?",
     "temperature=1": "unknown key temperature; did you mean rollout.temperature or distill.temperature?",
     "train.steps=1": "unknown key train.steps; did you mean run.steps?",
@@ -852,3 +865,9 @@ def test_ctrl_c_inside_an_import_is_still_ctrl_c() -> None:
     except ModuleNotFoundError as error:
         assert interrupted(error)
     assert not interrupted(ModuleNotFoundError("could not import"))
+
+
+def test_every_name_of_others_leads_to_a_key_of_ours() -> None:
+    page = (PROJECT_ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    for name, key in OURS.items():
+        assert f"| `{key}` |" in page, name

@@ -100,7 +100,7 @@ def test_bad_rows_can_be_skipped_and_are_reported(tmp_path: Path, tokenizer: Any
     assert [row.where for row in dataset.bad_rows] == [f"{spec.path}:1", f"{spec.eval_path}:1"]
     assert dataset.statistics["data/bad_rows"] == 2 and len(dataset.train) == 3
     nothing = FileData(path=write(tmp_path / "c.jsonl", [{}]), on_bad_row=OnBadRow.skip)
-    with pytest.raises(DataError, match="no rows to train on after 1 bad rows were left out"):
+    with pytest.raises(DataError, match="no rows to train on after 1 bad row was left out"):
         load(nothing, tokenizer, 0, 0, True)
 
 

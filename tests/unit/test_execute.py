@@ -217,7 +217,7 @@ def test_bad_rows_are_counted_and_listed(tmp_path: Path, capsys: pytest.CaptureF
     assert listing.read_text() == "rows.jsonl:1: no prompt\nrows.jsonl:2: no prompt\n"
     assert capsys.readouterr().err == (
         "warning: a column may be missing\n"
-        f"warning: 2 rows are left out (data.on_bad_row=skip), listed in {listing}; "
+        f"warning: 2 rows were left out (data.on_bad_row=skip), listed in {listing}; "
         "the first: rows.jsonl:1: no prompt\n"
     )
 

@@ -145,6 +145,8 @@ def test_two_plugins_with_one_name(tmp_path: Path) -> None:
     entries = [plugin(tmp_path, f"@register_reward('a')\n{FUNCTION}", name) for name in ("one", "two")]
     with pytest.raises(ConfigError, match=r"two rewards are called a, in .*one\.py and .*two\.py; rename one"):
         load_plugins(entries)
+    with pytest.raises(ConfigError, match=r"names .*one\.py twice; keep one"):
+        load_plugins([entries[0], entries[0].replace("/one.py", "/../" + tmp_path.name + "/one.py")])
     for name in ("gone.py", "no_such_module"):
         with pytest.raises(ConfigError, match=rf"plugins=\[{name}\] can't be imported: .*NotFoundError"):
             load_plugins([name])

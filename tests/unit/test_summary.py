@@ -119,7 +119,7 @@ def test_shown_at_80_columns(tmp_path, monkeypatch):
         "Versions",
         "  rlhf 0.1.0, torch 2.13.0",
         "",
-        "2 rows of the data couldn't be used and were left out.",
+        "2 bad rows were left out of the data.",
     ]
 
 

@@ -48,7 +48,7 @@ class VllmScorer:
             enforce_eager=setup.engine.enforce_eager,
             max_model_len=setup.max_model_len,
             max_num_seqs=setup.engine.max_num_seqs,
-            max_num_batched_tokens=max(setup.engine.max_num_batched_tokens, setup.engine.max_num_seqs),
+            max_num_batched_tokens=setup.engine.max_num_batched_tokens,
             enable_prefix_caching=False,  # rows of a cached prefix would be missing
             worker_extension_cls="rlhf.backends.vllm.capture.ScoreCapture",
             logprobs_mode="raw_logprobs",

@@ -174,7 +174,7 @@ def forward_and_reverse_kl(
     plan = RowBlocks.of(len(student), columns, dtype, student.hidden.device, TWO_MODELS)
     of_student = student.weight.new_empty(plan.part, columns)
     of_teacher = student.weight.new_empty(plan.part, teacher.weight.shape[0])
-    forward, reverse = [], []
+    forward, reverse = [student.hidden.new_zeros(0)], [student.hidden.new_zeros(0)]
     for block in plan.blocks():
         for part in plan.parts(block):
             x, y = of_student[: part.stop - part.start], of_teacher[: part.stop - part.start]

@@ -227,7 +227,8 @@ class _WeightedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor, _: Any) -> tuple[Any, ...]:
-        d_hidden, d_weight, d_bias = ctx.gradients
+        assert ctx.gradients is not None, "backward once: the gradients of the forward pass are handed out"
+        (d_hidden, d_weight, d_bias), ctx.gradients = ctx.gradients, None
         if ctx.in_main_grad:
             # It was added already, as d total / d total = 1: this loss is a term of the step's, whose weights hold all.
             _require_one(d_total)
