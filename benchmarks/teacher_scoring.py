@@ -15,6 +15,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +27,7 @@ from benchmarks.record import RESULTS, device_name, write_record
 from rlhf.backends import scorer_actors
 from rlhf.backends.cluster import RayCluster
 from rlhf.backends.scorer_actors import RayScorer, ScorerActor
+from rlhf.backends.scores import PackedScores
 from rlhf.backends.vllm.setup import ScorerSetup
 from rlhf.batching import plan_batch
 from rlhf.config.cluster import Cluster, Device
@@ -76,23 +78,32 @@ class TimedActor(ScorerActor):
         return seconds
 
 
-def measure(cluster: RayCluster, model: Path, sequences: Sequences, smoke: bool) -> dict[str, float]:
-    """Seconds of one model, by what is asked."""
-    import ray  # after the cluster has set its environment
-
-    k = 8 if smoke else 64
+def setup_of(model: Path, sequences: Sequences, smoke: bool) -> ScorerSetup:
+    """Of the replica."""
     engine = TeacherEngine(
         dtype=DType.float32 if smoke else DType.bfloat16, max_num_seqs=64, kv_cache_gb=0.1 if smoke else 16.0
     )
-    setup = ScorerSetup(
+    return ScorerSetup(
         model=model,
         engine=engine,
         max_model_len=int(sequences.lengths.max()),
-        distill=TopKDistill(k, Tail.bucket, temperature=0.7),
+        distill=TopKDistill(8 if smoke else 64, Tail.bucket, temperature=0.7),
         head=HEAD,
         vocab=512 if smoke else 151_936,
         seed=0,
     )
+
+
+def array_bytes(parts: Iterable[PackedScores]) -> int:
+    """Of all scores."""
+    return sum(packed[0].nbytes for part in parts for packed in part.arrays.values() if packed)
+
+
+def measure(cluster: RayCluster, model: Path, sequences: Sequences, smoke: bool) -> dict[str, float]:
+    """Seconds of one model, by what is asked."""
+    import ray  # after the cluster has set its environment
+
+    setup = setup_of(model, sequences, smoke)
     scorer_actors.ScorerActor = TimedActor  # type: ignore[misc]
     scorer = RayScorer(cluster, setup, bundles=[0])
     scorer.ready(timeout_s=400)
@@ -112,7 +123,7 @@ def measure(cluster: RayCluster, model: Path, sequences: Sequences, smoke: bool)
             answer = ask().result()
             driver.append(time.thread_time() - cpu)
             whole.append(time.perf_counter() - started)
-            sizes = [sum(packed[0].nbytes for packed in part.arrays.values() if packed) for part in ray.get(answer[0])]
+            size = array_bytes(ray.get(answer[0]))
             del answer
         seconds = ray.get(replica.call("taken").reference)
         tokens = int(sequences.lengths.sum())
@@ -121,7 +132,7 @@ def measure(cluster: RayCluster, model: Path, sequences: Sequences, smoke: bool)
             f"{name}_over_prefill": median(seconds[2:]) / median(prefill),
             f"{name}_until_answer_seconds": median(whole[2:]),
             f"{name}_driver_ms_per_16k_tokens": median(driver[2:]) * 1e3 * 16_384 / tokens,
-            f"{name}_bytes": sum(sizes),
+            f"{name}_bytes": size,
         }
     ray.kill(replica.actor)
     return found

@@ -27,13 +27,8 @@ from typing import Any
 
 from benchmarks.models import make_model
 from benchmarks.record import RESULTS, device_name, write_record
-from benchmarks.teacher_scoring import HEAD, random_prompts
+from benchmarks.teacher_scoring import array_bytes, random_prompts, setup_of
 from rlhf.backends.actors import ENGINE_ENVIRONMENT
-from rlhf.backends.vllm.setup import ScorerSetup
-from rlhf.config.distill import Tail
-from rlhf.config.teacher import TeacherEngine
-from rlhf.config.train import DType
-from rlhf.distill.topk import TopKDistill
 
 CALLS = 3
 
@@ -56,10 +51,6 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return median(seconds[1:]), answer
 
 
-def array_bytes(parts: list[Any]) -> int:
-    return sum(packed[0].nbytes for part in parts for packed in part.arrays.values() if packed)
-
-
 def measure(model: Path, smoke: bool) -> dict[str, float]:
     from vllm import SamplingParams
 
@@ -67,20 +58,7 @@ def measure(model: Path, smoke: bool) -> dict[str, float]:
 
     k = 8 if smoke else 64
     sequences = random_prompts(4, 24, 500) if smoke else random_prompts(32, 1024, 150_000)
-    engine = TeacherEngine(
-        dtype=DType.float32 if smoke else DType.bfloat16, max_num_seqs=64, kv_cache_gb=0.1 if smoke else 16.0
-    )
-    scorer = VllmScorer(
-        ScorerSetup(
-            model=model,
-            engine=engine,
-            max_model_len=int(sequences.lengths.max()),
-            distill=TopKDistill(k, Tail.bucket, temperature=0.7),
-            head=HEAD,
-            vocab=512 if smoke else 151_936,
-            seed=0,
-        )
-    )
+    scorer = VllmScorer(setup_of(model, sequences, smoke))
     samples, tokens = list(range(len(sequences))), int(sequences.lengths.sum())
     prompts = [{"prompt_token_ids": row[:-1].tolist()} for row in sequences.rows()]
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.backends.vllm.capture import Capture, ScoreCapture, Span, Wanted, number_of
+from rlhf.backends.vllm.capture import Capture, ScoreCapture, Span, Wanted
+from rlhf.backends.vllm.engine import number_of
 from rlhf.backends.vllm.setup import ScorerSetup
 from rlhf.config.distill import Tail
 from rlhf.config.teacher import TeacherEngine

@@ -24,6 +24,7 @@ from jaxtyping import Int32, Int64
 from safetensors import safe_open
 from torch import Tensor
 
+from rlhf.backends.vllm.engine import number_of
 from rlhf.backends.vllm.setup import ScorerSetup
 from rlhf.distill.fullvocab import HiddenScores
 from rlhf.losses.fused.projection import ready
@@ -209,11 +210,6 @@ class ScoreCapture:
 
     def rlhf_take(self, wait: bool) -> list[tuple[list[str], Any]]:
         return [] if self.rlhf_captured is None else list(self.rlhf_captured.take(wait))
-
-
-def number_of(request: str) -> str:
-    """vLLM's workers know a request by its id and a suffix."""
-    return request.partition("-")[0]
 
 
 def _spans_of_second(batch: Any) -> Iterator[Span]:

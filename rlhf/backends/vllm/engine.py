@@ -143,7 +143,7 @@ class VllmEngine:
         """
         requests, sampling = self._requests(prompts, version, greedy=False)
         ids = self.llm.enqueue(requests, sampling, use_tqdm=False)
-        number = {name.partition("-")[0]: row for row, name in enumerate(ids)}  # vLLM's own names have a suffix
+        number = {number_of(name): row for row, name in enumerate(ids)}
         enough = -(-len(prompts) // PARTS)
         rows: list[int] = []
         outputs: list[Any] = []
@@ -198,6 +198,11 @@ class VllmEngine:
         sequences = Sequences.join(prompts.sample_ids[rows], [every[row] for row in rows], responses, logprobs)
         finished = np.array([output.finish_reason == "stop" for output in outputs])
         return Rollouts(self.version, sequences, finished)
+
+
+def number_of(request: str) -> str:
+    """vLLM itself knows a request by its id and a suffix."""
+    return request.partition("-")[0]
 
 
 def replica_options(tensor_parallel: int, kv_cache_gb: float) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float32
 
 from rlhf.backends.scores import PackedScores
-from rlhf.backends.vllm.capture import Wanted, number_of
-from rlhf.backends.vllm.engine import replica_options
+from rlhf.backends.vllm.capture import Wanted
+from rlhf.backends.vllm.engine import number_of, replica_options
 from rlhf.backends.vllm.setup import ScorerSetup
 from rlhf.batching import response_rows
 from rlhf.distill.topk import TopKDistill
@@ -105,7 +105,7 @@ class VllmScorer:
         """(samples, rows of each, the tokens they are about, scores) as they come."""
         from vllm import SamplingParams
 
-        wanted = [self._wanted(sequences, sample) for sample in samples]
+        wanted = self._wanted(sequences, samples)
         # A sample's last token predicts nothing of it, so vLLM isn't given it; the token it samples is of no interest.
         names = self.llm.enqueue(
             [{"prompt_token_ids": prompt.tolist()} for prompt in self._prompts(sequences, samples)],
@@ -133,10 +133,14 @@ class VllmScorer:
         """All tokens but the last."""
         return [sequences.tokens[sequences.offsets[row] : sequences.offsets[row + 1] - 1] for row in samples]
 
-    def _wanted(self, sequences: Sequences, sample: int) -> Wanted:
-        tokens = sequences.tokens[sequences.offsets[sample] : sequences.offsets[sample + 1]]
-        rows = response_rows(len(tokens), int(sequences.prompt_lengths[sample]), sequences.masks()[sample])
-        return Wanted(rows, tokens[rows + 1], len(tokens) - 1)
+    def _wanted(self, sequences: Sequences, samples: Sequence[int]) -> list[Wanted]:
+        """Of each sample: its response rows."""
+        wanted, masks = [], sequences.masks()
+        for sample in samples:
+            tokens = sequences.tokens[sequences.offsets[sample] : sequences.offsets[sample + 1]]
+            rows = response_rows(len(tokens), int(sequences.prompt_lengths[sample]), masks[sample])
+            wanted.append(Wanted(rows, tokens[rows + 1], len(tokens) - 1))
+        return wanted
 
     # ---- without a model runner that we know ------------------------------------------------------------------------
 
@@ -170,8 +174,8 @@ class VllmScorer:
             max_tokens=1, temperature=0.0, prompt_logprobs=k, logprobs=k, flat_logprobs=True, detokenize=False
         )
         prompts = [{"prompt_token_ids": prompt.tolist()} for prompt in self._prompts(sequences, samples)]
-        for sample, output in zip(samples, self.llm.generate(prompts, options, use_tqdm=False), strict=True):
-            wanted = self._wanted(sequences, sample)
+        outputs = self.llm.generate(prompts, options, use_tqdm=False)
+        for sample, wanted, output in zip(samples, self._wanted(sequences, samples), outputs, strict=True):
             of_prompt, of_next = output.prompt_logprobs, output.outputs[0].logprobs
             starts = of_prompt.start_indices[1:]  # of the first token nothing is said
             # Every position lists its own token first, then the k most likely.
