@@ -17,11 +17,14 @@ lint: setup
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
+# Tests of tests/unit start no role, so two of them can run at a time; a run of tests/integration needs all cores.
 test: lint
-	$(PY) -m pytest -m "not slow and not gpu"
+	$(PY) -m pytest -m "not slow and not gpu" -n 2 tests/unit
+	$(PY) -m pytest -m "not slow and not gpu" tests/integration
 
 test-all: lint
-	$(PY) -m pytest -m "not gpu"
+	$(PY) -m pytest -m "not gpu" -n 2 tests/unit
+	$(PY) -m pytest -m "not gpu" tests/integration
 
 # After a change of requirements/cpu.in. The folder with the CPU build of torch is the one pip is configured with.
 lock: setup

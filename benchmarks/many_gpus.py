@@ -42,6 +42,7 @@ TOP_K = ["distill=topk", "distill.k=64"]
 STANDALONE = ["teacher=standalone", "teacher.engine.dtype=bfloat16", "teacher.engine.kv_cache_gb=16"]
 LAYOUTS = {
     "one": TOP_K,
+    "one_fullvocab": ["distill=fullvocab"],
     "tp2": [*TOP_K, "train.gpus=2", "train.tensor_parallel=2", "rollout.gpus=2"],
     "dp2": [*TOP_K, "train.gpus=2", "rollout.gpus=2"],
     "separate": [*TOP_K, "placement=separate"],

@@ -17,6 +17,7 @@ from jaxtyping import Float32
 from rlhf.backends.cluster import Call, RayCluster, RayFuture, arrivals, iterate, wait_for
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.backends.vllm.setup import EngineSetup
+from rlhf.config.cluster import Device
 from rlhf.roles.replicas import merge, split
 from rlhf.types import BatchPlan, Experience, Metrics, MiniBatch, Prompts, Rollouts, Sequences
 
@@ -149,6 +150,16 @@ ENGINE_ENVIRONMENT = {
     # Without the package flashinfer, which is no requirement of vLLM, its sampler can't be used.
     **({} if importlib.util.find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}),
 }
+
+
+def engine_environment(cluster: RayCluster, enforce_eager: bool) -> dict[str, str]:
+    """Of a process with vLLM. On CPUs, eager means no compiler at all: vLLM has torch compile a function of its sampler
+    even so, which takes a C++ compiler and seconds of every start."""
+    if cluster.spec.device is Device.cpu and enforce_eager:
+        return {**ENGINE_ENVIRONMENT, "TORCH_COMPILE_DISABLE": "1"}
+    return ENGINE_ENVIRONMENT
+
+
 TRAINER_ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron overlaps communication by the order of launches
 }
@@ -271,8 +282,9 @@ class RayEngine:
             role: what messages call it.
         """
         self.bundles = tuple(bundles)
+        environment = engine_environment(cluster, setup.rollout.enforce_eager)
         self.replicas = [
-            cluster.start(name, EngineActor, setup, bundle=bundle, share=share, environment=ENGINE_ENVIRONMENT)
+            cluster.start(name, EngineActor, setup, bundle=bundle, share=share, environment=environment)
             for name, bundle in zip(names(role, "replica", len(bundles)), bundles, strict=True)
         ]
         self.starting = self._all("ready")

@@ -10,7 +10,7 @@ import numpy as np
 import ray
 from jaxtyping import Float32
 
-from rlhf.backends.actors import ENGINE_ENVIRONMENT, names
+from rlhf.backends.actors import engine_environment, names
 from rlhf.backends.cluster import Call, RayCluster, RayFuture, wait_for
 from rlhf.backends.scores import PackedScores
 from rlhf.backends.vllm.setup import ScorerSetup
@@ -59,8 +59,9 @@ class RayScorer:
             bundles: of each replica.
             share: of a bundle.
         """
+        environment = engine_environment(cluster, setup.engine.enforce_eager)
         self.replicas = [
-            cluster.start(name, ScorerActor, setup, bundle=bundle, share=share, environment=ENGINE_ENVIRONMENT)
+            cluster.start(name, ScorerActor, setup, bundle=bundle, share=share, environment=environment)
             for name, bundle in zip(names("teacher", "replica", len(bundles)), bundles, strict=True)
         ]
         self.starting = [replica.call("ready") for replica in self.replicas]

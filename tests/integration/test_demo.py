@@ -23,18 +23,18 @@ def test_demo_heals_the_student(tmp_path: Path) -> None:
     teacher = assets.resolve(assets.BUILT_IN)  # the second run on a machine: models are converted already
     assets.resolve(assets.BUILT_IN, drop_layers=SmolLM2With24Layers().drop_layers)
     started = time.time()
-    done = launch(["+recipes=demo", "run.steps=5"], tmp_path, timeout=800)
+    done = launch(["+recipes=demo", "run.steps=3", "eval.samples=8"], tmp_path, timeout=800)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     run_dir = tmp_path / "outputs" / "demo"
     summary = read(run_dir)
     ratio = summary.eval_after["eval/forward_kl"] / summary.eval_before["eval/forward_kl"]
-    assert ratio <= 0.6
+    assert ratio <= 0.8
     steps = metrics_of(run_dir)
     began = steps[0]["time"] - steps[0]["time/eval"]  # every role is ready and has its weights
     assert began - started < 60
     assert sorted(steps) == list(range(summary.steps + 1))
-    assert 0 <= steps[5]["eval/accuracy"] <= 1
+    assert 0 <= steps[3]["eval/accuracy"] <= 1
     assert all(steps[step]["rollout/logprob_gap_mean"] < 1e-3 for step in steps if step > 0)
 
     # The saved student is the one that was evaluated: transformers continues the held-out prompt as the engine did.
@@ -44,7 +44,7 @@ def test_demo_heals_the_student(tmp_path: Path) -> None:
     assert model.config.num_hidden_layers == 24
     tokenizer = load_tokenizer(final)
     held_out = load(
-        ReasoningGymData(max_length=256), tokenizer, seed=0, eval_samples=16, eval_needs_response=True
+        ReasoningGymData(max_length=256), tokenizer, seed=0, eval_samples=8, eval_needs_response=True
     ).held_out
     prompt = torch.from_numpy(held_out.prompt(0)).long()[None]
     answer = model.generate(prompt, max_new_tokens=32, do_sample=False)[0, prompt.shape[1] :]

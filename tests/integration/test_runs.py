@@ -137,7 +137,10 @@ def test_your_own_model_and_data(world: tuple[Path, list[str]], tmp_path: Path) 
     assert "forward KL" in done.stdout and "outputs/own/checkpoints/final" in done.stdout
 
 
-def strike_role(name: str) -> Callable[[subprocess.Popen[str]], None]:
+Strike = Callable[[subprocess.Popen[str]], None]
+
+
+def strike_role(name: str) -> Strike:
     return lambda process: role_processes(process.pid)[name][0].kill()
 
 
@@ -156,12 +159,17 @@ ENDS = [
 ]
 
 
-def test_runs_that_end_before_their_time(world: tuple[Path, list[str]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ends", [ENDS[::2], pytest.param(ENDS[1::2], marks=pytest.mark.slow)], ids=["engine", "trainer"]
+)
+def test_runs_that_end_before_their_time(
+    ends: list[tuple[str, Strike, int, str]], world: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     """A role killed with SIGKILL, Ctrl-C twice, SIGTERM: one clear line, what was saved, nothing left running. All
     runs have the same seed, so what they did until then is the same, too."""
     arguments = [*world[1], "run.steps=10000", "run.save_every=1", "eval.samples=0"]
     losses = []
-    for name, strike, code, message in ENDS:
+    for name, strike, code, message in ends:
         process = start([*arguments, f"run.name={name}"], tmp_path)
         run_dir = tmp_path / "outputs" / name
         wait_for_step(process, run_dir, 2)

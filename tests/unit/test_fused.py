@@ -123,9 +123,12 @@ def test_rows_without_weight_are_not_projected(kind, monkeypatch):
     scores = TopKDistill(6, Tail.bucket, 1.0).score(teacher)
     projected = []
     original = projection.project
-    monkeypatch.setattr(
-        projection, "project", lambda raw, head, rows: (projected.append(len(raw)), original(raw, head, rows))
-    )
+
+    def counted(raw, hidden, weight):
+        projected.append(len(raw))
+        return original(raw, hidden, weight)
+
+    monkeypatch.setattr(projection, "project", counted)
     a, b = leaves(student), leaves(student)
     if kind == "full":
         (weights * dense.full_divergence(a, teacher, 0.5, 1.0).loss).sum().backward()

@@ -17,6 +17,12 @@ TO_THE_SHELL = (
 )
 
 
+def as_in_a_terminal() -> None:
+    """What tests that run in the background, or under nohup, hand down is that these are ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextmanager
 def started(program: str) -> Iterator[subprocess.Popen[str]]:
     """The program, once it watches for signals."""
@@ -25,7 +31,7 @@ def started(program: str) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=as_in_a_terminal,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process

@@ -52,6 +52,12 @@ def _logits(x, c, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _load(row_pointer, bias_pointer, columns, n, c, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Logits of some columns, see `_logits`."""
+    return _logits(_raw(row_pointer, bias_pointer, columns, n, HAS_BIAS), c, scale, softcap, HAS_SOFTCAP)
+
+
+@triton.jit
 def _slope(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """d logit / d raw at temperature 1; the scale where there is no soft cap is in the weights already."""
     tanh = _tanh(x * scale / softcap) if HAS_SOFTCAP else 0.0
@@ -75,33 +81,45 @@ def _statistics_kernel(
     x_gap = tl.zeros([BLOCK], tl.float32)
     y_sum = tl.zeros([BLOCK], tl.float32)
     y_gap = tl.zeros([BLOCK], tl.float32)
-    # Two blocks at a time share one rescaling of what has been summed.
-    for start in range(0, n, 2 * BLOCK):
-        first = start + lanes
-        second = first + BLOCK
-        raw_1 = _raw(x_row, x_bias, first, n, X_BIAS)
-        raw_2 = _raw(x_row, x_bias, second, n, X_BIAS)
-        x_1 = _logits(raw_1, cx, x_scale, x_cap, X_CAP)
-        x_2 = _logits(raw_2, cx, x_scale, x_cap, X_CAP)
-        largest = tl.maximum(x_max, tl.maximum(x_1, x_2))
+    # Four blocks at a time share one rescaling of what has been summed.
+    for start in range(0, n, 4 * BLOCK):
+        a = start + lanes
+        b = a + BLOCK
+        c = b + BLOCK
+        d = c + BLOCK
+        x_a = _load(x_row, x_bias, a, n, cx, x_scale, x_cap, X_BIAS, X_CAP)
+        x_b = _load(x_row, x_bias, b, n, cx, x_scale, x_cap, X_BIAS, X_CAP)
+        x_c = _load(x_row, x_bias, c, n, cx, x_scale, x_cap, X_BIAS, X_CAP)
+        x_d = _load(x_row, x_bias, d, n, cx, x_scale, x_cap, X_BIAS, X_CAP)
+        largest = tl.maximum(tl.maximum(x_max, tl.maximum(x_a, x_b)), tl.maximum(x_c, x_d))
         rescale = _exp2(x_max - largest)
         x_max = largest
-        p_1 = tl.where(raw_1 > -60000.0, _exp2(x_1 - largest), 0.0)
-        p_2 = tl.where(raw_2 > -60000.0, _exp2(x_2 - largest), 0.0)
-        x_sum = x_sum * rescale + (p_1 + p_2)
-        x_dot = x_dot * rescale + (p_1 * x_1 + p_2 * x_2)
+        p_a = _exp2(x_a - largest)
+        p_b = _exp2(x_b - largest)
+        p_c = _exp2(x_c - largest)
+        p_d = _exp2(x_d - largest)
+        x_sum = x_sum * rescale + ((p_a + p_b) + (p_c + p_d))
+        x_dot = x_dot * rescale + ((p_a * x_a + p_b * x_b) + (p_c * x_c + p_d * x_d))
         if PAIR:
-            y_1 = _logits(_raw(y_row, y_bias, first, n, Y_BIAS), cy, y_scale, y_cap, Y_CAP)
-            y_2 = _logits(_raw(y_row, y_bias, second, n, Y_BIAS), cy, y_scale, y_cap, Y_CAP)
-            largest = tl.maximum(y_max, tl.maximum(y_1, y_2))
+            y_a = _load(y_row, y_bias, a, n, cy, y_scale, y_cap, Y_BIAS, Y_CAP)
+            y_b = _load(y_row, y_bias, b, n, cy, y_scale, y_cap, Y_BIAS, Y_CAP)
+            y_c = _load(y_row, y_bias, c, n, cy, y_scale, y_cap, Y_BIAS, Y_CAP)
+            y_d = _load(y_row, y_bias, d, n, cy, y_scale, y_cap, Y_BIAS, Y_CAP)
+            largest = tl.maximum(tl.maximum(y_max, tl.maximum(y_a, y_b)), tl.maximum(y_c, y_d))
             y_rescale = _exp2(y_max - largest)
             y_max = largest
-            q_1 = tl.where(first < n, _exp2(y_1 - largest), 0.0)
-            q_2 = tl.where(second < n, _exp2(y_2 - largest), 0.0)
-            y_sum = y_sum * y_rescale + (q_1 + q_2)
+            q_a = _exp2(y_a - largest)
+            q_b = _exp2(y_b - largest)
+            q_c = _exp2(y_c - largest)
+            q_d = _exp2(y_d - largest)
+            y_sum = y_sum * y_rescale + ((q_a + q_b) + (q_c + q_d))
             if GAPS:
-                x_gap = x_gap * rescale + (p_1 * (x_1 - y_1) + p_2 * (x_2 - y_2))
-                y_gap = y_gap * y_rescale + (q_1 * (y_1 - x_1) + q_2 * (y_2 - x_2))
+                a_gap = x_a - y_a
+                b_gap = x_b - y_b
+                c_gap = x_c - y_c
+                d_gap = x_d - y_d
+                x_gap = x_gap * rescale + ((p_a * a_gap + p_b * b_gap) + (p_c * c_gap + p_d * d_gap))
+                y_gap = y_gap * y_rescale - ((q_a * a_gap + q_b * b_gap) + (q_c * c_gap + q_d * d_gap))
     largest = tl.max(x_max, 0)
     rescale = _exp2(x_max - largest)
     total = tl.maximum(tl.sum(x_sum * rescale, 0), 1e-37)
@@ -134,8 +152,8 @@ def _moments_kernel(
     of_y = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n, BLOCK):
         columns = start + lanes
-        log_p = _logits(_raw(x_row, x_bias, columns, n, X_BIAS), cx, x_scale, x_cap, X_CAP) - x_z
-        log_q = _logits(_raw(y_row, y_bias, columns, n, Y_BIAS), cy, y_scale, y_cap, Y_CAP) - y_z
+        log_p = _load(x_row, x_bias, columns, n, cx, x_scale, x_cap, X_BIAS, X_CAP) - x_z
+        log_q = _load(y_row, y_bias, columns, n, cy, y_scale, y_cap, Y_BIAS, Y_CAP) - y_z
         p = _exp2(log_p)
         q = _exp2(log_q)
         log_m = _log2(tl.maximum(beta * q + (1.0 - beta) * p, 1e-37))
@@ -157,7 +175,7 @@ def _divergence_gradient_kernel(
     x_row = x_pointer + row * x_stride
     raw = _raw(x_row, x_bias, columns, n, X_BIAS)
     x = _logits(raw, cx, x_scale, x_cap, X_CAP)
-    y = _logits(_raw(y_pointer + row * y_stride, y_bias, columns, n, Y_BIAS), cy, y_scale, y_cap, Y_CAP)
+    y = _load(y_pointer + row * y_stride, y_bias, columns, n, cy, y_scale, y_cap, Y_BIAS, Y_CAP)
     log_p = x - tl.load(x_log_z + row) * LOG2_E
     log_q = y - tl.load(y_log_z + row) * LOG2_E
     weight = tl.load(weights + row) * outer
@@ -207,7 +225,7 @@ def statistics(
     _statistics_kernel[(rows,)](
         *_block(x, transform, temperature), *_block(other, transform_other, temperature), out, columns, rows,
         PAIR=y is not None, GAPS=gaps, **_flags("X", transform), **_flags("Y", transform_other),
-        BLOCK=BLOCK, num_warps=2 * WARPS if gaps else WARPS,
+        BLOCK=BLOCK // 2 if gaps else BLOCK, num_warps=WARPS,
     )  # fmt: skip
     log_zx, mean, log_zy, gap_x, gap_y = out
     of_x = RowStatistics(log_zx, mean, gap_x if gaps else None)

@@ -27,6 +27,7 @@ from rlhf.losses.fused.projection import (
     converted,
     kernels_for,
     project,
+    ready,
     weighted_loss,
 )
 from rlhf.losses.fused.row_losses import FullRows, Measured, SelectedRows, joined
@@ -145,15 +146,16 @@ def _of_weighted_rows(
     student: VocabHead, weights: Float[Tensor, " rows"], budget: Budget, of_rows: OfRows
 ) -> tuple[Tensor, RowLosses]:
     """`of_rows` of the rows that have a weight; zeros for the others."""
+    ready_weight = ready(student.weight)  # the first thing a GPU has to do, while the host goes on
     device = student.hidden.device
     counted = weights.detach().cpu().numpy() != 0
     if counted.all():
-        begun = Begun.of(student, budget)
+        begun = Begun.of(student, ready_weight, budget)
         return of_rows(slice(None), student, begun, Weights.of(weights, device))
     chosen = torch.from_numpy(counted.nonzero()[0])
     rows = chosen.to(device)
     head = student.select(rows)
-    begun = Begun.of(head, budget)
+    begun = Begun.of(head, ready_weight, budget)
     total, losses = of_rows(rows, head, begun, Weights.of(weights[chosen], device))
     return total, losses.spread_out(rows, len(student))
 

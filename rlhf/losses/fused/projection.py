@@ -48,8 +48,8 @@ TWO_MODELS = Budget(640 * MIB, 320 * MIB)
 """2,048 and 1,024 rows of 151,936 in float16."""
 ONE_MODEL = Budget(1280 * MIB, 1280 * MIB)
 CPU_BLOCK_BYTES = 256 * MIB
-ROW_MULTIPLE = 128
-"""Rows of a tile of the GPU's matmul."""
+TILE = 128
+"""Rows of a tile of the GPU's matmul. Rows of logits that begin at a multiple of it are read and written faster."""
 
 
 class RowLoss(Protocol):
@@ -60,16 +60,18 @@ class RowLoss(Protocol):
     bounded: bool
     """A loss changes with a logit by a few dozen at most."""
 
-    def __call__(self, rows: slice, raw: Float[Tensor, "part n"], weights: Float[Tensor, " part"] | None) -> Tensor:
-        """
+    def __call__(self, rows: slice, raw: Float[Tensor, "part n"], weights: Float[Tensor, " part"] | None) -> None:
+        """One part after another.
+
         Args:
             raw: what the matmul gave, without bias, scale and soft cap; `[:, :V_local]` of a buffer that is one column
                 wider. Overwritten by d(weights . losses)/d raw, in `gradient_dtype`.
             weights: None: no gradient is asked for.
-
-        Returns:
-            The losses of the rows, fp32, not weighted.
         """
+        ...
+
+    def losses(self) -> Float[Tensor, " rows"]:
+        """Of all parts, fp32, not weighted."""
         ...
 
 
@@ -121,9 +123,11 @@ def converted(head: VocabHead) -> VocabHead:
 
 def project(
     raw: Float[Tensor, "rows V_local"], hidden: Float[Tensor, "rows H"], weight: Float[Tensor, "V_local H"]
-) -> None:
-    """raw = hidden @ weight.T, in the weight's format."""
-    torch.mm(hidden.to(weight.dtype), weight.t(), out=raw)
+) -> Float[Tensor, "rows H"]:
+    """raw = hidden @ weight.T, in the weight's format; returns the hidden rows in it, too."""
+    hidden = kernels_for(hidden.device).cast(hidden, weight.dtype)
+    torch.mm(hidden, weight.t(), out=raw)
+    return hidden
 
 
 @dataclass(frozen=True)
@@ -136,29 +140,27 @@ class Begun:
     plan: RowBlocks
     buffer: Float[Tensor, "block n"]
     """For a block of logits; one column more than there are tokens, where a row loss puts what belongs to no column."""
+    first: Float[Tensor, "block H"]
+    """The first block's hidden rows, in `compute_dtype`."""
 
     @classmethod
-    def of(cls, head: VocabHead, budget: Budget) -> Begun:
-        """Begin."""
-        weight, device = ready(head.weight), head.hidden.device
+    def of(cls, head: VocabHead, weight: Float[Tensor, "V_local H"], budget: Budget) -> Begun:
+        """Begin. The weight is the head's, `ready`."""
+        device = head.hidden.device
         columns = weight.shape[0]
         plan = RowBlocks.of(len(head), columns, weight.dtype, device, budget)
-        buffer = torch.empty(
-            plan.block, -(-(columns + 1) // 16) * 16, dtype=weight.dtype, device=device
-        )  # aligned rows
+        buffer = torch.empty(plan.block, in_tiles(columns + 1), dtype=weight.dtype, device=device)
         if device.type != "cuda":
             # torch's bfloat16 matmul on CPUs multiplies what lies beyond a row with zero (2.13): it must be finite.
             buffer[:, columns:] = 0
-        begun = cls(weight, plan, buffer)
-        if len(head) > 0:
-            begun.project(head.hidden.detach(), slice(0, min(plan.block, len(head))))
-        return begun
+        begun = cls(weight, plan, buffer, weight[:0])
+        if len(head) == 0:
+            return begun
+        return replace(begun, first=begun.project(head.hidden.detach(), slice(0, min(plan.block, len(head)))))
 
-    def project(self, hidden: Float[Tensor, "rows H"], block: slice) -> Float[Tensor, "block V_local"]:
-        """The raw logits of a block, in the buffer."""
-        raw = self.raw(block)
-        project(raw, hidden[block], self.weight)
-        return raw
+    def project(self, hidden: Float[Tensor, "rows H"], block: slice) -> Float[Tensor, "block H"]:
+        """Puts the raw logits of a block in the buffer; returns its hidden rows in `compute_dtype`."""
+        return project(self.raw(block), hidden[block], self.weight)
 
     def raw(self, block: slice) -> Float[Tensor, "block V_local"]:
         """Where the raw logits of a block are."""
@@ -199,7 +201,6 @@ class _WeightedLoss(torch.autograd.Function):
         if of_gradients == torch.float16 and weights.largest > 0:
             scale = GRADIENT_SCALE / (weights.largest * max(1.0, row_loss.steepness))
         exact = torch.promote_types(dtype, torch.float32)
-        losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight = _main_grad(weight, exact) if wants_weight else None
         ctx.in_main_grad = d_weight is not None
@@ -208,20 +209,22 @@ class _WeightedLoss(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wants_bias else None
         scaled = weights.values.to(exact) * scale
         for block in plan.blocks():
-            raw = begun.raw(block) if block.start == 0 else begun.project(hidden, block)
+            inputs = begun.first if block.start == 0 else begun.project(hidden, block)
+            raw = begun.raw(block)
             for part in plan.parts(block):
                 raw_part = raw[part.start - block.start : part.stop - block.start]
-                losses[part] = row_loss(part, raw_part, scaled[part] if wants_any else None)
+                row_loss(part, raw_part, scaled[part] if wants_any else None)
             gradients = raw.view(of_gradients)
             if d_hidden is not None:
                 torch.mul(_mm(gradients, backward_weight), 1 / scale, out=d_hidden[block])
             if d_weight is not None:
-                _add_mm_(d_weight, gradients, hidden[block].to(of_gradients), 1 / scale)
+                _add_mm_(d_weight, gradients, inputs.to(of_gradients), 1 / scale)
             if d_bias is not None:
                 d_bias += gradients.sum(0, dtype=exact) / scale
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.gradients = d_hidden, None if ctx.in_main_grad else d_weight, d_bias
+        losses = row_loss.losses()
         ctx.mark_non_differentiable(losses)
         return (weights.values.to(exact) * losses).sum(), losses
 
@@ -271,14 +274,18 @@ class RowBlocks:
             yield slice(start, min(start + self.part, block.stop))
 
 
+def in_tiles(n: int) -> int:
+    """Rounded up."""
+    return -(-n // TILE) * TILE
+
+
 def _even(rows: int, most: int) -> int:
     """Rows of each of the fewest pieces of at most `most`, rounded up to a tile."""
     if rows <= max(most, 1):
         return max(rows, 1)
-    most = max(most // ROW_MULTIPLE * ROW_MULTIPLE, 1) if most >= ROW_MULTIPLE else max(most, 1)
+    most = max(most // TILE * TILE, 1) if most >= TILE else max(most, 1)
     pieces = -(-rows // most)
-    size = -(-rows // pieces)
-    return min(-(-size // ROW_MULTIPLE) * ROW_MULTIPLE, most)
+    return min(in_tiles(-(-rows // pieces)), most)
 
 
 def _main_grad(weight: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf.losses.divergence import LOG_ZERO
 from rlhf.losses.fused.kernels_torch import EXCLUDED, RowStatistics, Transform
-from rlhf.losses.fused.projection import gradient_dtype, kernels_for, project
+from rlhf.losses.fused.projection import gradient_dtype, in_tiles, kernels_for, project
 from rlhf.losses.heads import VocabHead, shared_shard
 from rlhf.losses.rows import RowLosses
 from rlhf.losses.shard import Shard
@@ -30,7 +30,9 @@ class Measured:
 
     targets: Int[Tensor, " rows"] | None
     sampler_temperature: float
-    entropies: list[Tensor] = field(default_factory=list)
+    log_z: list[Tensor] = field(default_factory=list)
+    """At temperature 1, as is what follows."""
+    mean_logits: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
 
     @property
@@ -41,7 +43,7 @@ class Measured:
     def rows(self, losses: Tensor, teacher_mass: Tensor, student_mass: Tensor) -> RowLosses:
         return RowLosses(
             losses,
-            joined(self.entropies, losses),
+            joined(self.log_z, losses) - joined(self.mean_logits, losses),
             teacher_mass,
             student_mass,
             None if self.targets is None else joined(self.logprobs, losses),
@@ -72,8 +74,9 @@ class FullRows:
         self.kernels = kernels_for(head.hidden.device)
         self.steepness = abs(head.scale) / self.temperature
         self.buffer: Tensor | None = None
+        self.seen: list[tuple[Tensor, ...]] = []
 
-    def __call__(self, rows: slice, raw: Tensor, weights: Tensor | None) -> Tensor:
+    def __call__(self, rows: slice, raw: Tensor, weights: Tensor | None) -> None:
         kernels, shard, t = self.kernels, self.shard, self.temperature
         transforms, columns = (self.transform, self.teacher_transform), shard.columns(raw.shape[1])
         other = self._teacher_raw(rows, raw)
@@ -85,23 +88,35 @@ class FullRows:
         log_z = of_x.log_z, of_y.log_z
         mean = None
         if self.beta == 0:
-            loss = of_y.mean_gap - log_z[1] + log_z[0]
+            self.seen.append((of_y.mean_gap, *log_z))
         elif self.beta == 1:
             mean = of_x.mean_gap
-            loss = mean - log_z[0] + log_z[1]
+            self.seen.append((mean, *reversed(log_z)))
         else:
             moments = kernels.mixture_moments(raw, other, *transforms, columns, t, self.beta, *log_z)
             mean, of_teacher = moments if shard.group is None else shard.add(torch.stack(moments))
-            loss = torch.lerp(mean, of_teacher, self.beta)
+            self.seen.append((mean, of_teacher))
         if weights is not None:
             kernels.divergence_gradient_(raw, other, *transforms, columns, t, self.beta, *log_z, mean, weights)
+
+    def losses(self) -> Tensor:
+        """See `projection.RowLoss`. From what was seen of all rows: a few small kernels, not a few for each part."""
+        if not self.seen:
+            return no_losses(self.student)
+        terms = [torch.cat(parts) for parts in zip(*self.seen, strict=True)]
+        if self.beta in (0, 1):
+            mean_gap, log_z_of_the_other, log_z = terms
+            loss = mean_gap - log_z + log_z_of_the_other
+        else:
+            mean, of_teacher = terms
+            loss = torch.lerp(mean, of_teacher, self.beta)
         return loss.clamp(min=0.0)  # rounding, where both distributions are the same
 
     def _teacher_raw(self, rows: slice, raw: Tensor) -> Tensor:
         """In a buffer that all parts use."""
         if self.buffer is None:
             columns = self.teacher.weight.shape[0]
-            self.buffer = self.teacher.weight.new_empty(len(raw), -(-columns // 16) * 16)[:, :columns]
+            self.buffer = self.teacher.weight.new_empty(len(raw), in_tiles(columns))[:, :columns]
         other = self.buffer[: len(raw)]
         project(other, self.teacher.hidden[rows], self.teacher.weight)
         return other
@@ -119,7 +134,8 @@ class FullRows:
 
         at_1 = at(1.0)
         assert at_1.mean is not None
-        measured.entropies.append(at_1.log_z - at_1.mean)
+        measured.log_z.append(at_1.log_z)
+        measured.mean_logits.append(at_1.mean)
         if measured.targets is not None:
             logit = _logits_at(raw, self.transform, measured.targets[rows].long()[:, None], shard)[0][:, 0]
             t = measured.target_temperature
@@ -149,13 +165,18 @@ class SelectedRows:
         self.kernels = kernels_for(self.student.hidden.device)
         self.steepness = abs(self.student.scale) / self.temperature
         self._logprobs_at_1: list[Tensor] = []
+        self._losses: list[Tensor] = []
 
     @property
     def logprobs_at_1(self) -> Tensor:
         """Of the selected tokens, at temperature 1."""
         return torch.cat(self._logprobs_at_1 or [self.student.hidden.new_zeros(0, self.ids.shape[1])])
 
-    def __call__(self, rows: slice, raw: Tensor, weights: Tensor | None) -> Tensor:
+    def losses(self) -> Tensor:
+        """See `projection.RowLoss`."""
+        return torch.cat(self._losses) if self._losses else no_losses(self.student)
+
+    def __call__(self, rows: slice, raw: Tensor, weights: Tensor | None) -> None:
         shard, t = self.student.shard, self.temperature
         columns, width = shard.columns(raw.shape[1]), raw.shape[1]
         ids, kept = self.ids[rows], self.kept[rows]
@@ -185,7 +206,8 @@ class SelectedRows:
             return known[temperature]
 
         _, log_z_1, mean_1 = at(1.0)
-        measured.entropies.append(log_z_1 - mean_1)
+        measured.log_z.append(log_z_1)
+        measured.mean_logits.append(mean_1)
         self._logprobs_at_1.append(logits - log_z_1[:, None])
         if target is not None:
             measured.logprobs.append(target / measured.target_temperature - at(measured.target_temperature)[1])
@@ -208,7 +230,12 @@ class SelectedRows:
             )
             of_logits = (of_logprobs - every[:, None] * logprobs.detach().exp()) * slopes / t
             wider.view(into).scatter_(1, place, of_logits.masked_fill(~kept, 0.0).to(into))
-        return loss.detach()
+        self._losses.append(loss.detach())
+
+
+def no_losses(head: VocabHead) -> Float[Tensor, " 0"]:
+    """Of no rows."""
+    return head.hidden.new_zeros(0, dtype=torch.promote_types(head.weight.dtype, torch.float32))
 
 
 def _logits_at(
