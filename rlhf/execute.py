@@ -177,6 +177,7 @@ def train(
         checkpoint=final,
         saved=checkpoints.saved[:-1],
         best=None if best is None else {"path": str(folder / CHECKPOINTS / BEST), **best},
+        held_out_rows=len(inputs.dataset.held_out),
         resumed_from=None if resume is None else resume.state.step,
         bad_rows=bad_rows.count,
         roles=roles.described,

@@ -1,4 +1,5 @@
-"""`python -m rlhf.launch [GROUP=OPTION ...] [KEY=VALUE ...]`: compose, check, run. `-m` sweeps over A,B,C."""
+"""`python -m rlhf.launch [GROUP=OPTION ...] [KEY=VALUE ...]`: compose, check, run. `-m` sweeps over A,B,C; `--help KEY`
+explains."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.backends.keep import end_kept_ray
+from rlhf.config.about import about, words_of
 from rlhf.config.arguments import check_arguments, check_folders, check_resume
 from rlhf.config.compose import to_run
 from rlhf.config.messages import explain, interrupted
@@ -86,8 +88,11 @@ def main() -> None:
     entry = hydra.main(version_base="1.3", config_path=str(PROJECT_ROOT / "conf"), config_name="config")(job)
     try:
         try:
-            check_arguments(sys.argv[1:])
-            entry()
+            if words := words_of(sys.argv[1:]):
+                print(about(words))
+            else:
+                check_arguments(sys.argv[1:])
+                entry()
         finally:
             with unstoppable():
                 end_kept_ray()  # also where the sweep was interrupted

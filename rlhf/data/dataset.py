@@ -195,10 +195,9 @@ def _stop_at(bad: list[BadRow], total: int, spec: DataCommon) -> None:
 
 def bad_rows_message(bad: BadRows, total: int) -> str:
     """One line for the first, and a line a group if there are more."""
-    first = (
-        f"{bad.count} of {total} rows can't be used, the first is {bad.first}; "
-        "use data.on_bad_row=skip to leave them out, or mend them"
-    )
+    first = f"{bad.count} of {total} rows can't be used, the first is {bad.first}"
+    if bad.count < total:
+        first += "; use data.on_bad_row=skip to leave them out, or mend them"
     return first if bad.count == 1 else "\n".join([first, *(f"  {line}" for line in bad.lines())])
 
 

@@ -63,6 +63,8 @@ class RunSummary:
     """Checkpoints on the way, oldest first."""
     best: dict[str, Any] | None = None
     """`path`, `step` and `eval/forward_kl` (with rewards `eval/reward`) of the best one, if it is kept."""
+    held_out_rows: int = 0
+    """That the numbers of the evaluations are means over; 0: not known."""
     resumed_from: int | None = None
     """The step after which this part of the run began; what is above is of the whole run."""
     bad_rows: int = 0
@@ -116,8 +118,10 @@ def show(summary: RunSummary, console: rich.console.Console) -> None:
     console.print(Text(headline, style="bold"), soft_wrap=True)
     if summary.eval_before or summary.eval_after:
         measured = {**summary.eval_before, **summary.eval_after}
-        title = "Held-out divergence from the teacher" if "eval/forward_kl" in measured else "Held-out rows"
-        _section(console, title, _held_out(summary))
+        title = "Held-out divergence from the teacher" if "eval/forward_kl" in measured else "Held-out"
+        rows = summary.held_out_rows
+        of = f", {rows} row{'' if rows == 1 else 's'}" if rows else ""
+        _section(console, title + of, _held_out(summary))
     if summary.sample:
         _section(console, "A held-out prompt, before and after", _sample(summary.sample, console))
     if summary.phases:

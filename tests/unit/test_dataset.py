@@ -180,3 +180,10 @@ def test_columns_of_ones_own_files(tmp_path: Path, tokenizer: Any) -> None:
     assert numbers(dataset) == ([0, 1], [2]) and dataset.train.columns[0] == {"n": 0}
     with pytest.raises(DataError, match=r"3 of 3 .* has the columns question, answer, n \(map one with data\.prompt_"):
         load(FileData(path=file), tokenizer, 0, 1, True)
+
+
+def test_rows_that_are_all_unusable_are_not_to_be_skipped(tmp_path: Path, tokenizer: Any) -> None:
+    file = write(tmp_path / "a.jsonl", [{"prompt": 1}, {"prompt": 2}])
+    with pytest.raises(DataError, match="2 of 2 rows") as refused:
+        load(FileData(path=file), tokenizer, 0, 0, True)
+    assert "skip" not in str(refused.value)

@@ -362,7 +362,7 @@ def test_the_page_of_recipes() -> None:
     assert sources == set(LARGE)
 
 
-@pytest.mark.parametrize("page", ["recipes", "from_ms_swift"])
+@pytest.mark.parametrize("page", ["recipes", "from_ms_swift", "from_trl"])
 def test_commands_of_the_pages_compose(page: str) -> None:
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     commands = [line.partition("#")[0].split()[3:] for line in text.splitlines() if "    python -m rlhf.launch" in line]
