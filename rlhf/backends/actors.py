@@ -245,10 +245,12 @@ class RayTrainer:
     def buckets(self, dtype: str) -> Iterator[Any]:
         """Rank 0 makes them, with the help of the ranks that share its model; or every rank does, see `lends`."""
         if self.lends:
-            streams = [rank.call("buckets", dtype) for rank in self.ranks]
+            with self.in_order:
+                streams = [rank.call("buckets", dtype) for rank in self.ranks]
             return (LentBucket(dict(zip(self.bundles, parts, strict=True))) for parts in iterate(streams))
-        stream = self.ranks[0].call("buckets", dtype)
-        helpers = [rank.call("take_part_in_export") for rank in self.ranks[1 : self.tensor_parallel]]
+        with self.in_order:
+            stream = self.ranks[0].call("buckets", dtype)
+            helpers = [rank.call("take_part_in_export") for rank in self.ranks[1 : self.tensor_parallel]]
         return (bucket for (bucket,) in iterate([stream], helpers))
 
     def save(self, folder: Path) -> RayFuture[None]:
@@ -256,7 +258,9 @@ class RayTrainer:
 
     def save_state(self, folder: Path) -> RayFuture[int]:
         """A file a rank."""
-        return RayFuture([rank.call("save_state", folder) for rank in self.ranks], len)
+        with self.in_order:
+            calls = [rank.call("save_state", folder) for rank in self.ranks]
+        return RayFuture(calls, len)
 
     def load_state(self, folder: Path) -> None:
         self.version = self._all("load_state", folder).result()

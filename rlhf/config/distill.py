@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from rlhf.config.base import require_at_least
+from rlhf.config.base import require_at_least, require_between
 
 
 class Tail(Enum):
@@ -35,7 +35,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         require_at_least("distill.k", self.k, 1)
-        require_at_least("distill.temperature", self.temperature, 0.01)
+        require_between("distill.temperature", self.temperature, 0.01, 100)
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,7 @@ class FullVocab:
     (`@register_loss`), `package.module.function` or `file.py:function`. See docs/plugins.md."""
 
     def __post_init__(self) -> None:
-        require_at_least("distill.temperature", self.temperature, 0.01)
+        require_between("distill.temperature", self.temperature, 0.01, 100)
 
 
 @dataclass(kw_only=True)

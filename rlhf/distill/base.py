@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol, Self, TypeVar
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -31,8 +30,6 @@ class Scores(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, rows: slice | Int[Tensor, " chosen"]) -> Self: ...
-
-    def to(self, device: torch.device | str) -> Self: ...
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:

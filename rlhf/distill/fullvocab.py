@@ -32,9 +32,6 @@ class HiddenScores:
         # Cloned: a view keeps the whole batch alive, and pickles all of it.
         return HiddenScores(self.hidden[rows].clone())
 
-    def to(self, device: torch.device | str) -> HiddenScores:
-        return HiddenScores(self.hidden.to(device))
-
     @classmethod
     def concat(cls, parts: Sequence[HiddenScores]) -> HiddenScores:
         return HiddenScores(torch.cat([part.hidden for part in parts]))

@@ -15,7 +15,6 @@ from rlhf.distill.base import LOGITS_BYTES, TeacherHeadOf
 from rlhf.distill.user_loss import UserLoss
 from rlhf.errors import ConfigError
 from rlhf.losses.fused.losses import topk_divergence
-from rlhf.losses.fused.projection import Budget
 from rlhf.losses.fused.scores import topk_scores
 from rlhf.losses.heads import VocabHead
 from rlhf.losses.rows import RowLosses, TopKScores
@@ -49,7 +48,7 @@ class TopKDistill:
                 f"distill.k={self.k} exceeds the vocabulary of {vocabulary} tokens; "
                 f"write distill.k={vocabulary} or less"
             )
-        return topk_scores(teacher_head, self.k, self.temperature, Budget(logits_bytes, logits_bytes))
+        return topk_scores(teacher_head, self.k, self.temperature, logits_bytes)
 
     def divergence(
         self,

@@ -45,6 +45,18 @@ class VocabHead:
     vocab_size: int | None = None
     """The true vocabulary: rows of the weight from here on are padding and get no probability. None: no padding."""
 
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ModelError: the weight has fewer rows than the vocabulary.
+        """
+        rows = self.weight.shape[0] * _ranks(self.tp_group)
+        if self.vocab_size is not None and self.vocab_size > rows:
+            raise ModelError(
+                f"the vocabulary has {self.vocab_size} tokens but the LM head only {rows} rows; "
+                "check that tokenizer and checkpoint belong together"
+            )
+
     def __len__(self) -> int:
         return self.hidden.shape[0]
 
@@ -73,16 +85,7 @@ class VocabHead:
         """The dense reference: fp32 logits (float64 of a float64 head) over this rank's tokens, see `shard`.
 
         The matmul runs in the weight's dtype; everything after it in fp32.
-
-        Raises:
-            ModelError: the weight has fewer rows than the vocabulary.
         """
-        rows = self.weight.shape[0] * _ranks(self.tp_group)
-        if self.vocabulary > rows:
-            raise ModelError(
-                f"the vocabulary has {self.vocabulary} tokens but the LM head only {rows} rows; "
-                "check that tokenizer and checkpoint belong together"
-            )
         shard = self.shard
         held = self.weight.shape[0] if shard.group is not None else self.vocabulary
         weight = self.weight[:held]

@@ -33,10 +33,6 @@ class TopKScores:
         normaliser = None if self.log_normaliser is None else self.log_normaliser[rows].clone()
         return TopKScores(self.ids[rows].clone(), self.logprobs[rows].clone(), normaliser)
 
-    def to(self, device: torch.device | str) -> TopKScores:
-        normaliser = None if self.log_normaliser is None else self.log_normaliser.to(device)
-        return TopKScores(self.ids.to(device), self.logprobs.to(device), normaliser)
-
     @classmethod
     def concat(cls, parts: Sequence[TopKScores]) -> TopKScores:
         """The rows of all parts, in order; either all of them have a log_normaliser or none has."""

@@ -122,15 +122,14 @@ class Shard:
         return counts.scatter_add_(1, column, (counted & here).to(torch.uint8)).bool()
 
     @torch.no_grad()
-    def topk(self, values: Float[Tensor, "rows n"], k: int) -> tuple[Float[Tensor, "rows k"], Int[Tensor, "rows k"]]:
-        """The k largest values of each row over the whole vocabulary, largest first, and their tokens."""
-        return self.largest(*values.topk(min(k, values.shape[1]), dim=-1), k)
-
-    @torch.no_grad()
     def largest(
         self, own: Float[Tensor, "rows m"], columns: Int[Tensor, "rows m"], k: int
     ) -> tuple[Float[Tensor, "rows k"], Int[Tensor, "rows k"]]:
-        """`topk`, from the largest of the own columns: k, or all there are; as many on every rank."""
+        """The k largest values of each row over the whole vocabulary, largest first, and their tokens.
+
+        Args:
+            own: the largest of the own columns, as many on every rank: k, or as many as a rank has at most.
+        """
         ids = columns + self.start
         if self.group is None:
             return own, ids

@@ -178,6 +178,7 @@ def scorer_setup(run: Run, inputs: Inputs, spec: StandaloneTeacher, objective: O
         vocab=teacher.vocab,
         seed=run.run.seed,
         tensor_parallel=spec.tensor_parallel,
+        evaluates=run.measures_divergence,
     )
 
 

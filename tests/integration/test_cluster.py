@@ -15,6 +15,7 @@ from rlhf.backends import actors
 from rlhf.backends import cluster as module
 from rlhf.backends.cluster import Process, RayCluster, iterate, threads_each, wait_for
 from rlhf.config.cluster import Cluster
+from rlhf.config.rollout import VllmRollout
 from rlhf.config.train import Train
 from rlhf.errors import ClusterError, MisalignedScores, RoleDied, RoleFailed
 
@@ -158,14 +159,16 @@ def test_a_replica_gets_what_was_lent_on_its_own_device(
     monkeypatch.setattr(actors, "TrainerActor", LendingTrainer)
     monkeypatch.setattr(actors, "EngineActor", ReceivingEngine)
     two_devices.processes.clear()
-    setup: Any = SimpleNamespace(train=Train(gpus=2))
-    trainer = actors.RayTrainer(two_devices, setup, bundles=[0, 1], share=0.5, lends=lends)
-    engine = actors.RayEngine(two_devices, setup, bundles=[1, 0], share=0.5)
-    calls = engine.update_weights(trainer.buckets("float32")).calls
-    loaded = wait_for(calls)[-2:]
-    assert loaded == [[(rank, number) for number in range(5)] for rank in ((1, 0) if lends else (0, 0))]
-    for process in two_devices.processes:
-        ray.kill(process.actor)
+    setup: Any = SimpleNamespace(train=Train(gpus=2), rollout=VllmRollout())
+    try:
+        trainer = actors.RayTrainer(two_devices, setup, bundles=[0, 1], share=0.5, lends=lends)
+        engine = actors.RayEngine(two_devices, setup, bundles=[1, 0], share=0.5)
+        calls = engine.update_weights(trainer.buckets("float32")).calls
+        loaded = wait_for(calls)[-2:]
+        assert loaded == [[(rank, number) for number in range(5)] for rank in ((1, 0) if lends else (0, 0))]
+    finally:
+        for process in two_devices.processes:
+            ray.kill(process.actor)
 
 
 def test_too_few_devices_are_named_before_a_role_starts(two_devices: RayCluster) -> None:

@@ -33,6 +33,11 @@ CASES = [
     for vocabulary, teacher_vocabulary, beta in itertools.product((26, 25, 12), (26, 23), BETAS)
     for temperature, chunk_rows in ((1.0, 512), (0.5, 3))
 ]
+# More tokens than the second rank has of 25; all there are; and of a teacher's 12, all of them on the first rank.
+CASES += [
+    ("topk", 26, teacher_vocabulary, 0.5, Tail.bucket, 1.0, 512, k)
+    for teacher_vocabulary, k in ((25, 13), (25, 25), (23, 12), (12, 12))
+]
 CASES += [
     ("policy", vocabulary, 25, 0.0, Tail.bucket, temperature, chunk_rows)
     for vocabulary, (temperature, chunk_rows) in itertools.product((26, 25, 12), ((1.0, 512), (0.7, 3)))
@@ -65,6 +70,7 @@ def everything(
     tail: Tail,
     temperature: float,
     chunk_rows: int,
+    k: int = 6,
 ) -> dict[str, Tensor]:
     """What a run takes from two heads: losses, statistics, scores, and the gradients of a weighted sum of losses.
 
@@ -99,7 +105,7 @@ def everything(
             rows = divergence.full_divergence(student, teacher, beta, temperature, targets, 0.7, chunk_rows)
             found["kl"] = torch.stack(divergence.forward_and_reverse_kl(student, teacher, chunk_rows))
     else:
-        scores = TopKDistill(6, tail, temperature).score(teacher)
+        scores = TopKDistill(k, tail, temperature).score(teacher)
         if path == "fused":
             total, rows = fused.topk_divergence(student, scores, weights, beta, temperature, tail, targets, 0.7)
         else:
@@ -119,7 +125,8 @@ def largest_differences(rank: int, world_size: int, store: Any) -> dict[tuple[An
     for dtype, (kind, vocabulary, teacher_vocabulary, *options) in itertools.product(
         (torch.float32, torch.float64), CASES
     ):
-        if dtype is torch.float32 and options[-1] < ROWS:
+        chunk_rows = options[3]
+        if dtype is torch.float32 and chunk_rows < ROWS:
             continue  # in chunks: float64 shows it better
         student, teacher = heads(vocabulary, teacher_vocabulary, dtype)
         dense = everything(student, teacher, "dense", kind, *options)

@@ -145,11 +145,12 @@ made = scorer.VllmScorer(setup)
 for part in made.score(sequences, order):
     for sample_id, scores in part.by_sample(sequences, "cpu"):
         print("SCORES", json.dumps([sample_id, scores.ids.tolist(), scores.logprobs.tolist()]))
-made.setup = replace(setup, distill=TopKDistill(8, Tail.bucket, 0.7))
-try:
-    made._require_flat()
-except Exception as error:
-    print("REFUSED", error)
+for needs in ({"distill": TopKDistill(8, Tail.bucket, 0.7)}, {"evaluates": True}):
+    made.setup = replace(setup, **needs)
+    try:
+        made._require_flat()
+    except Exception as error:
+        print("REFUSED", error)
 """
 
 
@@ -169,8 +170,9 @@ def test_without_a_known_model_runner_scores_come_as_flat_log_probabilities(
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("come as Python objects, which is slower") == 1
     lines = [line.partition(" ") for line in done.stdout.splitlines()]
-    (refusal,) = [text for word, _, text in lines if word == "REFUSED"]
-    assert "distill.temperature=1" in refusal and "teacher=colocated" in refusal
+    refusals = [text for word, _, text in lines if word == "REFUSED"]
+    assert len(refusals) == 2
+    assert all("distill.temperature=1 with eval.samples=0" in text and "teacher=colocated" in text for text in refusals)
     found = [json.loads(text) for word, _, text in lines if word == "SCORES"]
     assert [sample_id for sample_id, _, _ in found] == sequences.sample_ids[[3, 0, 4, 2, 1]].tolist()
     of_sample = zip(sequences.rows(), sequences.prompt_lengths.tolist(), strict=True)

@@ -259,7 +259,7 @@ def test_layouts() -> None:
 
 
 def test_both_refusals_of_fullvocab_and_paths() -> None:
-    assert "distill.temperature must be at least 0.01" in refusal("distill=fullvocab", "distill.temperature=-1")
+    assert "distill.temperature must be in [0.01, 100]" in refusal("distill=fullvocab", "distill.temperature=-1")
     assert "data.path is empty" in refusal("data=file", "data.path=''")
     assert "data.name is empty" in refusal("data=hub", "data.name=''")
     assert "data.split is empty" in refusal("data=hub", "data.name=a/b", "data.split=''")

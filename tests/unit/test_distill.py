@@ -94,7 +94,7 @@ def test_k_above_the_vocabulary_is_refused():
 def test_scores_stored_a_sample_at_a_time_give_the_same_losses(distill):
     student, teacher = heads()
     scores = distill.score(teacher)
-    samples = [scores[0:2], scores[2:2], scores[2:8], scores[torch.tensor([8])].to("cpu")]
+    samples = [scores[0:2], scores[2:2], scores[2:8], scores[torch.tensor([8])]]
     assert [len(sample) for sample in samples] == [2, 0, 6, 1]
     joined = type(scores).concat(samples)
     _, whole = distill.divergence(student, scores, WEIGHTS, 0.4, teacher_head_of=head_of(teacher))

@@ -13,6 +13,7 @@ from rlhf.distill.topk import TopKDistill
 from rlhf.losses import divergence as dense
 from rlhf.losses.fused import losses as fused
 from rlhf.losses.fused import projection
+from rlhf.losses.fused.row_losses import steepness
 from rlhf.losses.heads import VocabHead
 
 ROWS, HIDDEN = 7, 5
@@ -144,6 +145,14 @@ def test_rows_without_weight_are_not_projected(kind, monkeypatch):
     assert rows.loss.shape == (ROWS,) and rows.loss[1] == 0 and rows.entropy[4] == 0 and rows.loss[0] > 0
     for ours, theirs in zip(gradients(b), gradients(a), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_are_scaled_for_how_steep_a_loss_is():
+    """In float16 a gradient of more than 65,504 would be infinite."""
+    head, _ = heads(25, 25)
+    head = replace(head, scale=1.0)
+    assert [steepness(head, 2.0, beta) for beta in (0, 0.5, 1)] == [1, 1, 1]
+    assert [steepness(head, 0.05, beta) for beta in (0, 0.5, 1)] == [20, 20, 400]
 
 
 def test_the_gradient_of_the_total_is_respected():

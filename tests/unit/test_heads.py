@@ -110,7 +110,7 @@ def test_padding_of_a_shard_is_impossible():
 
 def test_vocabulary_larger_than_the_weight_is_refused():
     with pytest.raises(ModelError, match="7 tokens but the LM head only 6 rows"):
-        random_head(vocab_size=7).logits()
+        random_head(vocab_size=7)
 
 
 def test_shared_vocabulary_is_the_smaller_one():

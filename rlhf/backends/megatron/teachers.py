@@ -94,6 +94,9 @@ class FrozenTeacher(Teacher):
         if self.host:
             torch.cuda.empty_cache()  # an engine on the same GPU is another process
 
+    def head(self, hidden: Tensor) -> VocabHead:
+        return self.lasting_head()(hidden)
+
     def lasting_head(self) -> Callable[[Tensor], VocabHead]:
         """Its weights never change, so they are in the loss's format once and for all."""
         if self._loss_weight is None:

@@ -152,11 +152,12 @@ class VllmScorer:
         from vllm import __version__
 
         distill = self.setup.distill
-        if not isinstance(distill, TopKDistill) or distill.temperature != 1 or self.setup.head is None:
+        plain = isinstance(distill, TopKDistill) and distill.temperature == 1 and self.setup.head is not None
+        if not plain or self.setup.evaluates:
             raise ConfigError(
                 f"vLLM {__version__} has no model runner whose hidden rows can be taken, which a standalone teacher "
-                "needs but for distill=topk at distill.temperature=1; install the versions of requirements/, or use "
-                "teacher=colocated"
+                "needs but for distill=topk at distill.temperature=1 with eval.samples=0; install the versions of "
+                "requirements/, or use teacher=colocated"
             )
         log.warning(
             "vLLM %s has no model runner whose hidden rows can be taken: the teacher's log-probabilities come as "

@@ -47,3 +47,5 @@ class ScorerSetup:
     seed: int
     tensor_parallel: int = 1
     """Devices of the replica."""
+    evaluates: bool = False
+    """Final hidden rows are asked for, too, whatever `distill` keeps: held-out divergences are measured."""

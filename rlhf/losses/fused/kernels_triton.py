@@ -342,6 +342,7 @@ def _block(x: Tensor, transform: Transform, temperature: float) -> tuple[object,
     """What a kernel is told about a block of raw logits."""
     assert x.stride(1) == 1
     c = LOG2_E.value / temperature * (transform.scale if transform.softcap is None else 1.0)
+    assert c * -EXCLUDED > 50, "an excluded column would get a probability: the temperature is too high for the scale"
     bias = x if transform.bias is None else transform.bias
     return x, x.stride(0), bias, c, transform.scale, transform.softcap or 1.0
 

@@ -30,7 +30,7 @@ from rlhf.losses.fused.projection import (
     ready,
     weighted_loss,
 )
-from rlhf.losses.fused.row_losses import FullRows, Measured, SelectedRows, joined
+from rlhf.losses.fused.row_losses import FullRows, Measured, SelectedRows, joined, steepness
 from rlhf.losses.heads import VocabHead, shared_shard
 from rlhf.losses.rows import RowLosses, TopKScores
 
@@ -95,7 +95,16 @@ def topk_divergence(
             return topk_outcomes(logprobs, rest, scores[part], slots[part], beta, temperature, tail, terms_of)
 
         measured = Measured(None if targets is None else targets[rows], sampler_temperature)
-        loss = SelectedRows(head, slots.ids, slots.kept, outcomes, temperature, measured, bounded=terms_of is None)
+        loss = SelectedRows(
+            head,
+            slots.ids,
+            slots.kept,
+            outcomes,
+            temperature,
+            measured,
+            bounded=terms_of is None,
+            steepness=steepness(head, temperature, beta),
+        )
         total, losses = weighted_loss(head, begun, some, loss)
         teacher_mass = mass(scores.logprobs.to(losses.dtype), slots.alive)
         return total, measured.rows(losses, teacher_mass, mass(loss.logprobs_at_1, slots.alive))

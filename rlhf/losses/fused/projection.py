@@ -56,16 +56,16 @@ class RowLoss(Protocol):
     """Turns the raw logits of some rows into their losses, and into gradients."""
 
     steepness: float
-    """Most that a logit changes with a raw one: scale / temperature."""
+    """How much more, at least 1, a loss changes with a raw logit than with a logit at temperature 1."""
     bounded: bool
-    """A loss changes with a logit by a few dozen at most."""
+    """With a logit at temperature 1 a loss changes by a few dozen at most."""
 
     def __call__(self, rows: slice, raw: Float[Tensor, "part n"], weights: Float[Tensor, " part"] | None) -> None:
         """One part after another.
 
         Args:
-            raw: what the matmul gave, without bias, scale and soft cap; `[:, :V_local]` of a buffer that is one column
-                wider. Overwritten by d(weights . losses)/d raw, in `gradient_dtype`.
+            raw: what the matmul gave, without bias, scale and soft cap; `[:, :V_local]` of a buffer that is wider.
+                Overwritten by d(weights . losses)/d raw, in `gradient_dtype`.
             weights: None: no gradient is asked for.
         """
         ...
@@ -117,7 +117,7 @@ def ready(weight: Float[Tensor, "V_local H"]) -> Float[Tensor, "V_local H"]:
 
 
 def converted(head: VocabHead) -> VocabHead:
-    """A head in `compute_dtype`. A teacher's that comes in it, as teachers keep theirs, costs nothing."""
+    """A head in `compute_dtype`. One that comes in it, as a frozen teacher's does, costs nothing."""
     return replace(head, weight=ready(head.weight))
 
 
@@ -139,7 +139,7 @@ class Begun:
     """In `compute_dtype`, without gradient."""
     plan: RowBlocks
     buffer: Float[Tensor, "block n"]
-    """For a block of logits; one column more than there are tokens, where a row loss puts what belongs to no column."""
+    """For a block of logits; wider than the vocabulary, for a column where a row loss puts what belongs to no token."""
     first: Float[Tensor, "block H"]
     """The first block's hidden rows, in `compute_dtype`."""
 
@@ -199,7 +199,7 @@ class _WeightedLoss(torch.autograd.Function):
         backward_weight = weight.detach() if weight.dtype == of_gradients else begun.weight.to(of_gradients)
         scale = 1.0
         if of_gradients == torch.float16 and weights.largest > 0:
-            scale = GRADIENT_SCALE / (weights.largest * max(1.0, row_loss.steepness))
+            scale = GRADIENT_SCALE / (weights.largest * row_loss.steepness)
         exact = torch.promote_types(dtype, torch.float32)
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight = _main_grad(weight, exact) if wants_weight else None
@@ -283,7 +283,7 @@ def _even(rows: int, most: int) -> int:
     """Rows of each of the fewest pieces of at most `most`, rounded up to a tile."""
     if rows <= max(most, 1):
         return max(rows, 1)
-    most = max(most // TILE * TILE, 1) if most >= TILE else max(most, 1)
+    most = most // TILE * TILE if most >= TILE else max(most, 1)
     pieces = -(-rows // most)
     return min(in_tiles(-(-rows // pieces)), most)
 

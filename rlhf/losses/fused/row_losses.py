@@ -72,7 +72,7 @@ class FullRows:
         self.own_shard = head.shard
         self.transform, self.teacher_transform = Transform.of(head), Transform.of(self.teacher)
         self.kernels = kernels_for(head.hidden.device)
-        self.steepness = abs(head.scale) / self.temperature
+        self.steepness = steepness(head, self.temperature, self.beta)
         self.buffer: Tensor | None = None
         self.seen: list[tuple[Tensor, ...]] = []
 
@@ -158,12 +158,12 @@ class SelectedRows:
     temperature: float
     measured: Measured
     bounded: bool
+    steepness: float = 1.0
     """See `projection.RowLoss`."""
 
     def __post_init__(self) -> None:
         self.transform = Transform.of(self.student)
         self.kernels = kernels_for(self.student.hidden.device)
-        self.steepness = abs(self.student.scale) / self.temperature
         self._logprobs_at_1: list[Tensor] = []
         self._losses: list[Tensor] = []
 
@@ -231,6 +231,12 @@ class SelectedRows:
             of_logits = (of_logprobs - every[:, None] * logprobs.detach().exp()) * slopes / t
             wider.view(into).scatter_(1, place, of_logits.masked_fill(~kept, 0.0).to(into))
         self._losses.append(loss.detach())
+
+
+def steepness(head: VocabHead, temperature: float, beta: float) -> float:
+    """See `projection.RowLoss`. Reverse KL's log-ratios grow with the logits, too."""
+    of_logits = max(1.0, abs(head.scale) / temperature)
+    return of_logits**2 if beta == 1 else of_logits
 
 
 def no_losses(head: VocabHead) -> Float[Tensor, " 0"]:

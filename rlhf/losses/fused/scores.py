@@ -11,12 +11,13 @@ from rlhf.losses.rows import TopKScores
 
 
 @torch.no_grad()
-def topk_scores(head: VocabHead, k: int, temperature: float, budget: Budget = ONE_MODEL) -> TopKScores:
+def topk_scores(head: VocabHead, k: int, temperature: float, logits_bytes: int = ONE_MODEL.block) -> TopKScores:
     """The top k of each row, most likely first, with the normaliser at `temperature` unless that is 1.
 
     Args:
         head: in `projection.compute_dtype`, or it is converted for this call.
         k: at most the vocabulary.
+        logits_bytes: most logits made at a time.
     """
     head = converted(head)
     shard, transform, kernels, device = (
@@ -27,7 +28,7 @@ def topk_scores(head: VocabHead, k: int, temperature: float, budget: Budget = ON
     )
     held = head.weight.shape[0]
     columns = shard.columns(held)
-    plan = RowBlocks.of(len(head), held, head.weight.dtype, device, budget)
+    plan = RowBlocks.of(len(head), held, head.weight.dtype, device, Budget(logits_bytes, logits_bytes))
     buffer = head.weight.new_full((plan.block, -(-held // GROUP) * GROUP), EXCLUDED)
     exact = torch.promote_types(head.weight.dtype, torch.float32)
     ids = torch.empty(len(head), k, dtype=torch.int32, device=device)
@@ -39,6 +40,11 @@ def topk_scores(head: VocabHead, k: int, temperature: float, budget: Budget = ON
         raw[:, columns:] = EXCLUDED  # padding of the head
         log_z = kernels.statistics(raw, transform, columns)[0].joined(shard.group).log_z
         own, tokens = kernels.top(raw, transform, columns, min(k, columns))
+        if (lacking := min(k, held) - own.shape[1]) > 0:  # this rank has fewer tokens than the others
+            own, tokens = (
+                torch.nn.functional.pad(own, (0, lacking), value=-torch.inf),
+                torch.nn.functional.pad(tokens, (0, lacking)),
+            )
         logits, tokens = shard.largest(own, tokens, k)
         ids[rows], logprobs[rows] = tokens.int(), (logits.to(exact) - log_z[:, None]).float()
         if normaliser is not None:
