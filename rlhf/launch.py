@@ -36,7 +36,7 @@ jobs: list[Job] = []
 
 def objective(config: DictConfig, sweep: bool = False) -> float | None:
     """One run of a composed configuration, or one job of a sweep. Returns what `execute.objective_of` says of it."""
-    run = to_run(config)
+    run = to_run(config, sweep)
     from rlhf.execute import execute  # after the checks: it takes seconds to import
 
     return execute(run, OmegaConf.to_container(config, resolve=True), sweep)

@@ -14,7 +14,7 @@ from rlhf.backends.megatron.architecture import Architecture, refuse_unknown_fie
 from rlhf.backends.megatron.tensors import check_weights
 from rlhf.batching import steps_of
 from rlhf.config.algo import GKD, GRPO
-from rlhf.config.checks import check_schedule, said_of
+from rlhf.config.checks import check_schedule, left_by_lmbda, said_of
 from rlhf.config.cluster import Device
 from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.environment import MultiTurn
@@ -34,6 +34,8 @@ from rlhf.types import Metrics
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM's CPU attention (0.32); the driver can't ask it without importing vLLM."""
+MOST_LOGIT_BIASES = 1024
+"""Of a request on a GPU (vLLM 0.32, `MAX_NUM_LOGIT_BIAS_TOKENS`; its runner for CPUs takes any number)."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ def check_inputs(run: Run) -> Inputs:
             "eval.accuracy=true needs held-out rows with a verifier, which data=reasoning_gym has; use "
             "eval.accuracy=null"
         )
+    steps = _steps(run, dataset)
+    warnings += without_effect(run, steps, dataset)
     return Inputs(
         student,
         teacher,
@@ -136,7 +140,7 @@ def check_inputs(run: Run) -> Inputs:
         tokenizer,
         stop_token_ids,
         dataset,
-        _steps(run, dataset),
+        steps,
         teacher_stops,
         adapter,
         markup,
@@ -174,6 +178,30 @@ def _steps(run: Run, dataset: Dataset) -> int:
         raise ConfigError(f"{said}: more than {MOST_STEPS}; lower run.epochs")
     check_schedule(run.train, steps * run.updates_per_step, said_of(run, said))
     return steps
+
+
+def without_effect(run: Run, steps: int, dataset: Dataset) -> list[str]:
+    """Keys that were set and change nothing, a line each. Warnings, no refusals: a recipe may have set them, or they
+    are for other jobs of a sweep, or for rows to come.
+
+    Args:
+        steps: of the run.
+    """
+    by_lmbda = left_by_lmbda(run)
+    found = [] if by_lmbda is None else [by_lmbda]
+    if run.eval.every > steps:
+        length = f"run.steps={steps}" if run.run.epochs is None else f"the {steps} steps of run.epochs={run.run.epochs}"
+        found.append(
+            f"eval.every={run.eval.every} is more than {length}: nothing is evaluated on the way; use a smaller one, "
+            "or eval.every=0"
+        )
+    privileged = dataset.statistics.get("data/teacher_prompt_rows") != 0 or dataset.held_out.teacher_lengths.any()
+    if run.data.max_teacher_length is not None and not privileged:
+        found.append(
+            f"data.max_teacher_length={run.data.max_teacher_length} has no effect, since no row has a teacher_prompt; "
+            "use data.preprocessor=opsd_reference_solution (or your own), or leave data.max_teacher_length=null"
+        )
+    return found
 
 
 def _is_taught_by_itself(run: Run, student: Path, teacher: Path | None, dataset: Dataset) -> bool:
@@ -259,9 +287,29 @@ def _check_teacher(run: Run, student: Path, architecture: Architecture, tokenize
     except ModelError as error:
         raise ModelError(f"model.path={run.model.path}, {name}: {error}") from error
     tokenizers.check_vocabulary(tokenizer, teacher.vocab, name)
+    check_writer(run, architecture.vocab, teacher.vocab)
     shared = min(architecture.vocab, teacher.vocab)
     _check_k(run, shared)
     return folder
+
+
+def check_writer(run: Run, students: int, teachers: int) -> None:
+    """A teacher that writes can be kept from all rows of its head that stand for no token of the student.
+
+    Args:
+        students: rows of the student's head.
+        teachers: of the teacher's.
+
+    Raises:
+        ConfigError: there are more of them than vLLM takes.
+    """
+    more = teachers - students
+    if run.writer is not None and run.cluster.device is Device.cuda and more > MOST_LOGIT_BIASES:
+        raise ConfigError(
+            f"algo.seq_kd=true: teacher.model={run.teacher.model} has vocab_size={teachers}, {more} more than "
+            f"model.path={run.model.path}, and vLLM on GPUs can keep a writer from {MOST_LOGIT_BIASES} tokens at most; "
+            "use algo.seq_kd=false, or a teacher.model with a smaller vocab_size"
+        )
 
 
 def _check_k(run: Run, vocabulary: int) -> None:

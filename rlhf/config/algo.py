@@ -25,8 +25,9 @@ class GKD:
     Jensen-Shannon. The scale of the loss changes a lot with beta: compare runs by eval/forward_kl, not by loss."""
     lmbda: float | None = None
     """Probability that a step trains on the student's own samples; else it takes the rows' reference responses, or what
-    the teacher writes (`algo.seq_kd`). Drawn from `run.seed` and the step's number alone. 0 starts no engine, and
-    `rollout.*` is not used. null: 1, or 0 with `rollout=none`."""
+    the teacher writes (`algo.seq_kd`). Drawn from `run.seed` and the step's number alone. 0 starts no engine; a
+    warning names the `rollout.*` that it leaves without effect. 1 refuses keys of off-policy steps, or in a sweep (-m)
+    warns of them. null: 1, or 0 with `rollout=none`."""
     sft_alpha: float = 0.0
     """Adds this times the cross entropy of the response tokens to the divergence, in off-policy steps."""
     seq_kd: bool = False
@@ -79,8 +80,9 @@ class OldLogprobs(Enum):
     too."""
     trainer = "trainer"
     """The trainer's, of the whole distribution, before the first optimizer step of a generation, in which the ratio is
-    1. Costs a forward pass where `algo.steps_per_generation` is above 1. What the sampler did differently, also with
-    the older weights of `placement.max_staleness=1`, is corrected by `algo.importance_cap` alone."""
+    1: clips need `algo.steps_per_generation` above 1, which costs a forward pass. What the sampler did
+    differently, also with the older weights of `placement.max_staleness=1`, is corrected by `algo.importance_cap`
+    alone."""
 
 
 class KLEstimator(Enum):
@@ -88,7 +90,7 @@ class KLEstimator(Enum):
     "Approximating KL divergence", 2020)."""
 
     k1 = "k1"
-    """-d: unbiased; may be negative. In the loss its gradient is zero on average: for algo.kl_in=reward."""
+    """-d: unbiased; may be negative. Only for algo.kl_in=reward: in the loss its gradient is zero on average."""
     k2 = "k2"
     """d^2 / 2: biased, and its gradient is the KL's."""
     k3 = "k3"
@@ -112,7 +114,8 @@ class LossMean(Enum):
     sequence = "sequence"
     """The length of their response, and the number of responses: every response counts the same (GRPO)."""
     constant = "constant"
-    """`rollout.max_new_tokens` and the number of responses (Dr. GRPO, arXiv 2503.20783)."""
+    """`rollout.max_new_tokens`, with `environment=multi_turn` times `environment.max_turns`, and the number of
+    responses (Dr. GRPO, arXiv 2503.20783)."""
 
 
 @dataclass(kw_only=True)
@@ -186,6 +189,11 @@ class GRPO:
         require_at_least("algo.teacher_kl_coef", self.teacher_kl_coef, 0)
         if self.kl_coef == 0:
             refuse_unused(self, "algo", ("kl_estimator", "kl_in"), "with algo.kl_coef=0", "use e.g. algo.kl_coef=0.01")
+        require(
+            self.kl_coef == 0 or self.kl_in is KLIn.reward or self.kl_estimator is not KLEstimator.k1,
+            "algo.kl_estimator=k1 has a gradient that is zero on average with algo.kl_in=loss, so nothing would pull "
+            "towards the teacher; use algo.kl_in=reward or algo.kl_estimator=k3",
+        )
         require(
             self.kl_coef == 0 or self.teacher_kl_coef == 0,
             f"algo.kl_coef={self.kl_coef:g} and algo.teacher_kl_coef={self.teacher_kl_coef:g} both pull towards the "

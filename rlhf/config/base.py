@@ -45,13 +45,20 @@ def refuse_unused(spec: Any, group: str, names: tuple[str, ...], why: str, remed
         why: completes "KEY=VALUE has no effect ...".
         remedy: what to write instead; `leave KEY at its default` is added.
     """
+    for given, default in changed_keys(spec, group, names).items():
+        raise ConfigError(f"{given} has no effect {why}; {remedy}, or leave {default}")
+
+
+def changed_keys(spec: Any, group: str, names: tuple[str, ...]) -> dict[str, str]:
+    """Those of the keys that were set (differ from their default), as `KEY=VALUE` -> `KEY=DEFAULT`."""
+    changed = {}
     for field in dataclasses.fields(spec):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         value = getattr(spec, field.name)
-        if field.name in names and value != field.default:
+        if field.name in names and value != default:
             key = f"{group}.{field.name}"
-            raise ConfigError(
-                f"{key}={written(value)} has no effect {why}; {remedy}, or leave {key}={written(field.default)}"
-            )
+            changed[f"{key}={written(value)}"] = f"{key}={written(default)}"
+    return changed
 
 
 def written(value: Any) -> str:

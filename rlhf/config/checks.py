@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf.config.algo import GKD, GRPO, OPSD
-from rlhf.config.base import not_yet, refuse_unused, require
+from rlhf.config.base import changed_keys, not_yet, refuse_unused, require
 from rlhf.config.checks_grpo import check_grpo
 from rlhf.config.cluster import Device
 from rlhf.config.data import OnBadRow, RowsData
@@ -151,7 +151,7 @@ def _check_responses(run: Run, algo: GKD) -> None:
             f"placement.max_staleness={run.placement.max_staleness} with algo.lmbda={run.lmbda:g}",
             "algo.lmbda=1, or placement.max_staleness=0",
         )
-    elif algo.lmbda is None:  # given, it may be one value of a sweep
+    elif algo.lmbda is None:  # given: see `left_by_lmbda`
         why = "where every response is the student's own (algo.lmbda=null)"
         remedy = "use algo.lmbda=0.5 or rollout=none"
         refuse_unused(algo, "algo", ("sft_alpha",), why, remedy)
@@ -163,7 +163,7 @@ def _check_written(run: Run) -> None:
     algo = run.algo
     if not isinstance(algo, GKD) or not algo.seq_kd:
         if isinstance(run.teacher, StandaloneTeacher):
-            unused = tuple(field.name for field in dataclasses.fields(run.teacher.generation))
+            unused = names_of(run.teacher.generation)
             without, remedy = ("algo.seq_kd=false", "") if isinstance(algo, GKD) else ("algo=grpo", "algo=gkd ")
             why, remedy = f"with {without} (the teacher writes nothing)", f"use {remedy}algo.seq_kd=true"
             refuse_unused(run.teacher.generation, "teacher.generation", unused, why, remedy)
@@ -173,11 +173,52 @@ def _check_written(run: Run) -> None:
         "algo.seq_kd=true needs a teacher that writes; use teacher=standalone, or responses the teacher wrote before: "
         "algo.seq_kd=false rollout=none data=file data.path=FILE",
     )
-    if run.lmbda == 1 and algo.lmbda is None:  # given, it may be one value of a sweep
+    if run.lmbda == 1 and algo.lmbda is None:  # given: see `left_by_lmbda`
         why = "where every response is the student's own (algo.lmbda=null)"
         refuse_unused(algo, "algo", ("seq_kd",), why, "use algo.lmbda=0.5 or rollout=none")
     why = "with algo.seq_kd=true, where the teacher writes the responses"
     refuse_unused(run.data, "data", ("max_response_length",), why, "use teacher.generation.max_new_tokens")
+
+
+def left_by_lmbda(run: Run) -> str | None:
+    """The keys that `algo.lmbda=0` or `algo.lmbda=1`, written down, leaves without effect, in one line; None: none.
+
+    No check refuses them: other jobs of a sweep over it need them, and a recipe's `rollout.*` can't be taken back.
+    """
+    algo = run.algo
+    if not isinstance(algo, GKD) or algo.lmbda not in (0, 1):
+        return None
+    if algo.lmbda == 0:
+        why, specs = "no engine is started", {"rollout": run.rollout}
+        names = names_of(run.rollout)
+    else:
+        why, specs = "every response is the student's own", {"algo": algo, "data": run.data}
+        names = ("sft_alpha", "seq_kd", "max_response_length")
+        if isinstance(run.teacher, StandaloneTeacher):
+            specs["teacher.generation"] = run.teacher.generation
+            names += names_of(run.teacher.generation)
+    unused = [given for group, spec in specs.items() for given in changed_keys(spec, group, names)]
+    if not unused:
+        return None
+    return (
+        f"algo.lmbda={algo.lmbda:g} leaves {', '.join(unused)} without effect, since {why}; use algo.lmbda=0.5, or "
+        "leave them at their defaults"
+    )
+
+
+def refuse_left_by_lmbda(run: Run) -> None:
+    """Of a run alone, `algo.lmbda=1` refuses what `algo.lmbda=null` does.
+
+    Raises:
+        ConfigError: naming the keys and what to write instead.
+    """
+    line = left_by_lmbda(run)
+    require(run.lmbda != 1 or line is None, str(line))
+
+
+def names_of(spec: Any) -> tuple[str, ...]:
+    """All keys of a spec."""
+    return tuple(field.name for field in dataclasses.fields(spec))
 
 
 def _check_micro_batch(run: Run) -> None:

@@ -120,7 +120,8 @@ def _check_length_target(reward: FunctionReward, engine: VllmRollout) -> None:
 
 
 def _check_old_logprobs(algo: GRPO, engine: VllmRollout) -> None:
-    """The sampler's log-probabilities are used only where the trainer can compute the same."""
+    """The sampler's log-probabilities are used only where the trainer can compute the same; ratios only where they
+    aren't 1."""
     cut = " ".join(
         text
         for text, given in (
@@ -143,6 +144,15 @@ def _check_old_logprobs(algo: GRPO, engine: VllmRollout) -> None:
     if not recomputes(algo, engine):
         why = "with algo.old_logprobs=sampler (null means that here), whose ratio corrects for the sampler already"
         refuse_unused(algo, "algo", ("importance_cap",), why, "use algo.old_logprobs=trainer")
+    elif algo.steps_per_generation == 1:
+        trainer = "algo.old_logprobs=trainer"
+        said = trainer if algo.old_logprobs is not None else f"{cut} (which means {trainer})"
+        why = f"with {said} algo.steps_per_generation=1, where every ratio is 1"
+        remedy = "use algo.steps_per_generation=2" + ("" if cut else " or algo.old_logprobs=sampler")
+        of_ratios = ("clip_low", "clip_high", "clip_dual")
+        # The importance, too, is the response's under ratio=sequence.
+        unused = of_ratios if algo.importance_cap is not None else (*of_ratios, "ratio")
+        refuse_unused(algo, "algo", unused, why, remedy)
 
 
 def recomputes(algo: GRPO, engine: VllmRollout) -> bool:

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from rlhf.config.checks import refuse_left_by_lmbda
 from rlhf.config.registry import GROUPS, PROJECT_ROOT, SECTIONS, register, target_of
 from rlhf.config.run import Run
 from rlhf.config.suggest import unknown_key
@@ -26,8 +27,11 @@ HINTS = {
 }
 
 
-def to_run(config: DictConfig) -> Run:
+def to_run(config: DictConfig, sweep: bool = False) -> Run:
     """Check a composed configuration and make the dataclasses out of it.
+
+    Args:
+        sweep: it is a job of a sweep, of whose keys others may make use.
 
     Raises:
         ConfigError: (possibly inside Hydra's InstantiationException) for keys that no spec has, missing values, values
@@ -46,7 +50,10 @@ def to_run(config: DictConfig) -> Run:
     if missing:
         hints = ", ".join(HINTS.get(key, f"{key}=...") for key in missing)
         raise ConfigError(f"missing value{'s' if len(missing) > 1 else ''}: write {hints}")
-    return Run(**sections)
+    run = Run(**sections)
+    if not sweep and run.resume == "never":  # a job of a sweep may be continued alone
+        refuse_left_by_lmbda(run)
+    return run
 
 
 def sections_of(overrides: list[str], names: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,8 @@ Every run is composed from one option per group and single keys:
 
 `+recipes=NAME` takes a set of choices from `recipes/`; `-m KEY=A,B,C` runs one job for each value;
 `--cfg job --resolve` prints the configuration and stops. An unknown key, a value out of range, a combination that
-isn't possible and a key that would have no effect are refused in one line before anything starts.
+isn't possible and a key that would have no effect are refused in one line before anything starts; where a recipe or
+another job of a sweep may need such a key, a warning names it.
 
 This page is generated: `python -m rlhf.config.reference > docs/configuration.md`.
 """

@@ -61,7 +61,8 @@ class VllmRollout:
         require_between("rollout.min_p", self.min_p, 0, 1)
         if self.temperature == 0:
             why = "with rollout.temperature=0 (greedy)"
-            refuse_unused(self, "rollout", ("top_p", "top_k", "min_p"), why, "use rollout.temperature=1")
+            unused = ("top_p", "top_k", "min_p", "logprob_gap_warning")
+            refuse_unused(self, "rollout", unused, why, "use rollout.temperature=1")
         for key in ("stop_token_ids", "stop_tokens"):
             listed = list(getattr(self, key))
             require(len(set(listed)) == len(listed), f"rollout.{key}={written(listed)} names one twice; keep one")
@@ -71,8 +72,8 @@ class VllmRollout:
             self.gpus % self.tensor_parallel == 0,
             f"rollout.gpus={self.gpus} must be divisible by rollout.tensor_parallel={self.tensor_parallel}",
         )
-        if self.temperature == 0 or not self.whole_distribution:
-            why = "when the sampler's distribution is cut or greedy: its log-probabilities aren't the model's"
+        if not self.whole_distribution:
+            why = "when the sampler's distribution is cut: its log-probabilities aren't the model's"
             refuse_unused(
                 self, "rollout", ("logprob_gap_warning",), why, "use rollout.top_p=1 rollout.top_k=0 rollout.min_p=0"
             )

@@ -23,6 +23,7 @@ from rlhf import launch
 from rlhf.backends.keep import KEEPER
 from rlhf.config.algo import GRPO
 from rlhf.config.arguments import check_arguments
+from rlhf.config.checks import left_by_lmbda
 from rlhf.config.cluster import Device
 from rlhf.config.compose import to_run
 from rlhf.config.lora import modules_of
@@ -33,7 +34,7 @@ from rlhf.config.registry import GROUPS, PROJECT_ROOT, SECTIONS, target_of
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Eval, Run
 from rlhf.config.train import Train
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, ModelError
 
 CONF = PROJECT_ROOT / "conf"
 RECIPES = sorted(path.stem for path in (PROJECT_ROOT / "recipes").glob("*.yaml"))
@@ -317,6 +318,11 @@ CONTRADICTIONS = {
     "use rollout.temperature=1, or leave rollout.top_p=1.0",
     "rollout.temperature=0 rollout.top_k=5": "rollout.top_k=5 has no effect with rollout.temperature=0 (greedy); "
     "use rollout.temperature=1, or leave rollout.top_k=0",
+    "rollout.temperature=0 rollout.logprob_gap_warning=0.1": "rollout.logprob_gap_warning=0.1 has no effect with "
+    "rollout.temperature=0 (greedy); use rollout.temperature=1, or leave rollout.logprob_gap_warning=null",
+    "rollout.top_k=5 rollout.logprob_gap_warning=0.1": "rollout.logprob_gap_warning=0.1 has no effect when the "
+    "sampler's distribution is cut: its log-probabilities aren't the model's; use rollout.top_p=1 rollout.top_k=0 "
+    "rollout.min_p=0, or leave rollout.logprob_gap_warning=null",
     "train.micro_batch_tokens=300": "train.micro_batch_tokens=300 can't hold one sample of data.max_length=256 + "
     "rollout.max_new_tokens=128 tokens; use at least 384",
     "train.micro_batch_tokens=400 eval.max_response_tokens=200": "train.micro_batch_tokens=400 can't hold one held-out "
@@ -485,15 +491,58 @@ def test_what_looks_like_a_contradiction_but_is_none() -> None:
     assert run_of("teacher.offload=true", "cluster.device=cuda").teacher.offload
     for layout in ("train.gpus=2 rollout.gpus=2", "placement=separate", "teacher=standalone"):
         assert run_of("cluster.device=cuda", *layout.split()).cluster.device is Device.cuda
-    # one job of a sweep over lmbda
-    assert run_of("teacher=standalone", "algo.seq_kd=true", "algo.lmbda=1").writer is None
     assert run_of("teacher=standalone", "algo.seq_kd=true", "algo.lmbda=0").writer is not None
-    assert run_of("algo.lmbda=1", "algo.sft_alpha=0.5", "data.max_response_length=64").lmbda == 1
     assert run_of("eval.responses=student").eval.max_response_tokens == 128
     assert run_of("eval.samples=0", "train.micro_batch_tokens=384").eval.samples == 0
     options = run_of("data.task=chain_sum", "data.options.min_terms=2").data
     assert options == run_of("data.task=chain_sum", "data.options={min_terms: 2}").data
     assert vars(options)["options"] == {"min_terms": 2}
+
+
+WITHOUT_OFF_POLICY_STEPS = ("algo.lmbda=1", "algo.sft_alpha=0.1", "data.max_response_length=64")
+WITHOUT_A_WRITER = (
+    *("algo.lmbda=1", "algo.seq_kd=true", "algo.sft_alpha=0.1"),
+    *("teacher=standalone", "teacher.generation.top_k=5"),
+)
+WITHOUT_AN_ENGINE = ("algo.lmbda=0", "rollout.temperature=0.7", "rollout.max_new_tokens=512", "rollout.stop_tokens=[x]")
+LEFT = "without effect, since every response is the student's own; use algo.lmbda=0.5, or leave them at their defaults"
+LEFT_BY_LMBDA = {
+    WITHOUT_OFF_POLICY_STEPS: f"algo.lmbda=1 leaves algo.sft_alpha=0.1, data.max_response_length=64 {LEFT}",
+    WITHOUT_A_WRITER: f"algo.lmbda=1 leaves algo.sft_alpha=0.1, algo.seq_kd=true, teacher.generation.top_k=5 {LEFT}",
+    WITHOUT_AN_ENGINE: "algo.lmbda=0 leaves rollout.max_new_tokens=512, rollout.temperature=0.7, "
+    "rollout.stop_tokens=['x'] without effect, since no engine is started; use algo.lmbda=0.5, or leave them at their "
+    "defaults",
+}
+
+
+@pytest.mark.parametrize("overrides", LEFT_BY_LMBDA)
+def test_what_lmbda_leaves_without_effect(overrides: tuple[str, ...]) -> None:
+    """Alone it is refused, as far as it can be taken back; a job of a sweep, also continued alone, runs with it."""
+    if "algo.lmbda=1" in overrides:
+        assert refusal(*overrides) == LEFT_BY_LMBDA[overrides]
+    else:
+        assert run_of(*overrides).engine is None
+    job = to_run(composed(*overrides), sweep=True)
+    assert left_by_lmbda(job) == LEFT_BY_LMBDA[overrides]
+    continued = to_run(composed(*overrides, "resume=outputs/before"))
+    assert left_by_lmbda(continued) == LEFT_BY_LMBDA[overrides]
+
+
+def test_the_command_tells_a_sweep_from_a_run_alone(tmp_path: Path) -> None:
+    given = ["model=hf", "model.path=nowhere", "teacher.model=nowhere", f"run.dir={tmp_path}", "logger.console=false"]
+    config = composed(*WITHOUT_OFF_POLICY_STEPS, *given)
+    with pytest.raises(ConfigError, match=r"^algo.lmbda=1 leaves"):
+        launch.objective(config)
+    with pytest.raises(ModelError, match=r"^model.path=nowhere is not a folder"):
+        launch.objective(config, sweep=True)
+
+
+def test_what_lmbda_uses() -> None:
+    for overrides in ("algo.lmbda=0", "algo.lmbda=1", "", "rollout=none algo.lmbda=0 algo.sft_alpha=1"):
+        assert left_by_lmbda(run_of(*overrides.split())) is None, overrides
+    for given in LEFT_BY_LMBDA:
+        between = ["algo.lmbda=0.5", *given[1:]]
+        assert left_by_lmbda(run_of(*between)) is None
 
 
 def test_where_responses_come_from() -> None:

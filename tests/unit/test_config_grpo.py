@@ -88,6 +88,21 @@ REFUSED = {
     ("plain", "algo.importance_cap=2"): "algo.importance_cap=2.0 has no effect with algo.old_logprobs=sampler (null "
     "means that here), whose ratio corrects for the sampler already; use algo.old_logprobs=trainer, or leave "
     "algo.importance_cap=null",
+    ("plain", "rollout.top_p=0.95 algo.clip_high=0.28"): "algo.clip_high=0.28 has no effect with rollout.top_p=0.95 "
+    "(which means algo.old_logprobs=trainer) algo.steps_per_generation=1, where every ratio is 1; use "
+    "algo.steps_per_generation=2, or leave algo.clip_high=null",
+    ("plain", "algo.old_logprobs=trainer algo.clip_low=0.1"): "algo.clip_low=0.1 has no effect with "
+    "algo.old_logprobs=trainer algo.steps_per_generation=1, where every ratio is 1; use algo.steps_per_generation=2 or "
+    "algo.old_logprobs=sampler, or leave algo.clip_low=0.2",
+    ("plain", "algo.old_logprobs=trainer algo.clip_dual=3 algo.importance_cap=2"): "algo.clip_dual=3.0 has no effect "
+    "with algo.old_logprobs=trainer algo.steps_per_generation=1, where every ratio is 1; use "
+    "algo.steps_per_generation=2 or algo.old_logprobs=sampler, or leave algo.clip_dual=null",
+    ("plain", "algo.old_logprobs=trainer algo.ratio=sequence"): "algo.ratio=sequence has no effect with "
+    "algo.old_logprobs=trainer algo.steps_per_generation=1, where every ratio is 1; use algo.steps_per_generation=2 or "
+    "algo.old_logprobs=sampler, or leave algo.ratio=token",
+    ("reference", "algo.kl_coef=0.1 algo.kl_estimator=k1"): "algo.kl_estimator=k1 has a gradient that is zero on "
+    "average with algo.kl_in=loss, so nothing would pull towards the teacher; use algo.kl_in=reward or "
+    "algo.kl_estimator=k3",
     ("plain", "train.global_batch_samples=12"): "train.global_batch_samples=12 must be divisible by "
     "algo.num_generations=8: a generation makes whole groups",
     ("plain", "train.global_batch_samples=10 algo.steps_per_generation=2"): "train.global_batch_samples=10 x "
@@ -151,6 +166,11 @@ def test_values_out_of_range_name_their_key(override: str) -> None:
         ("plain", "algo.importance_cap=2 rollout.top_p=0.9"),
         ("plain", "algo.importance_cap=2 rollout.min_p=0.1"),
         ("plain", "algo.importance_cap=2 algo.old_logprobs=trainer"),
+        ("plain", "algo.importance_cap=2 algo.old_logprobs=trainer algo.ratio=sequence"),
+        ("plain", "algo.steps_per_generation=2 rollout.top_p=0.9 algo.clip_high=0.28 algo.clip_dual=3"),
+        ("plain", "algo.steps_per_generation=2 algo.old_logprobs=trainer algo.ratio=sequence algo.clip_low=0.001"),
+        ("plain", "algo.clip_high=0.28 algo.clip_dual=3 algo.ratio=sequence"),
+        ("reference", "algo.kl_coef=0.1 algo.kl_estimator=k2"),
         ("plain", "algo.dynamic_sampling=true algo.max_resamples=9 algo.overlong_buffer=128"),
         ("plain", "reward.functions=[length] reward.options.length.target=127"),
         ("plain", "reward.functions=[mine.py:length] reward.options.length.target=500"),
