@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import pickle
+import resource
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+WATCHED = (signal.SIGTERM, signal.SIGCHLD)
+"""What wakes a process that watches over another one: its driver's wish, its driver's end, and the other one's end."""
+KILL_S = 10.0
+"""How long a process may take to kill what it has started."""
 
 
-def die_with(parent: int) -> None:
-    """SIGKILL for this process when the thread that started it ends, so that not even a killed driver leaves it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """A signal for this process when the thread that started it ends, so that not even a killed driver leaves it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:  # it has died already
         os._exit(1)
 
@@ -31,13 +37,57 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def run(serve: Callable[[Connection], None]) -> None:
-    """What a `UserProcess` does, until its driver hangs up. argv: the connection's descriptor, the driver's process."""
-    connection = Connection(int(sys.argv[1]))
-    die_with(int(sys.argv[2]))
+def end_children(others: Collection[Any] = ()) -> None:
+    """SIGKILL for all descendants of this process, in any group or session, until none is left. Needs `adopt_orphans`.
+
+    Args:
+        others: psutil's processes that are left alone.
+    """
+    import psutil
+
+    while left := [child for child in psutil.Process().children(recursive=True) if child not in others]:
+        for child in left:  # orphans became ours
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(left, timeout=5)
+
+
+def run(module: str) -> None:
+    """What a `UserProcess` does, until its driver hangs up. argv: the connection's descriptor, the driver's process.
+
+    There are two: the one that the driver knows runs nobody's code and outlives the other one, which serves. So what
+    users' code has started is killed however that one ends.
+    """
+    descriptor, driver = map(int, sys.argv[1:])
+    die_with(driver, signal.SIGTERM)
     adopt_orphans()
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    watcher = os.getpid()
+    if server := os.fork():
+        os.close(descriptor)  # the driver reads an end when the other one has gone
+        _watch(server)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    die_with(watcher)
+    adopt_orphans()
+    connection = Connection(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(connection)
+        importlib.import_module(module).serve(connection)
+
+
+def _watch(server: int) -> NoReturn:
+    """Wait for the end of the process that serves, or end it at SIGTERM; kill what it has left; end in the same way."""
+    while os.waitid(os.P_PID, server, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if signal.sigwait(WATCHED) == signal.SIGTERM:
+            os.kill(server, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])
+    end_children()
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core is enough
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 @dataclass(frozen=True)
@@ -49,7 +99,8 @@ class Ended:
 
 
 class UserProcess:
-    """One process, in a session of its own: Ctrl-C in the terminal reaches the driver alone."""
+    """A process that runs users' code, and the one that watches over it (`run`), in a session of their own: Ctrl-C in
+    the terminal reaches the driver alone."""
 
     def __init__(self, module: str, setup: Any) -> None:
         """
@@ -58,7 +109,7 @@ class UserProcess:
             setup: the first message; its `path` is the process's `sys.path`.
         """
         # Not `python -m`: its classes would be those of __main__.
-        start = f"from rlhf.processes import run; from {module} import serve; run(serve)"
+        start = f"from rlhf.processes import run; run({module!r})"
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -89,9 +140,16 @@ class UserProcess:
             how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
             return Ended(f"ended its process {how}")
 
+    def stop(self) -> None:
+        """Have it killed with all that it has started, without waiting for it. For other threads, too."""
+        self.process.terminate()
+
     def kill(self) -> None:
-        """With all that it has started and that is in its group."""
-        with contextlib.suppress(ProcessLookupError):
+        """With all that it has started."""
+        self.stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(KILL_S)
+        with contextlib.suppress(ProcessLookupError):  # of who watched over it, if that was stopped or killed
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()

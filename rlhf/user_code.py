@@ -100,6 +100,15 @@ def raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}{said}{line_of(error)}"
 
 
+def shown(value: Any) -> str:
+    """The type of what a user's function gave, and the beginning of what it says it is."""
+    try:
+        said = one_line(repr(value))[:60]
+    except Exception:  # a user's own __repr__
+        said = ""
+    return f"{type(value).__name__} {said}".strip()
+
+
 def line_of(error: BaseException) -> str:
     """`, line N of FILE`: the innermost line of a user's own file; empty where there is none."""
     if isinstance(error, SyntaxError):

@@ -111,7 +111,7 @@ class EnvironmentPool:
             return
         self._closed = True
         for process in self._processes[:]:
-            process.process.kill()  # `_answers`, which waits for its answer, reads that it has ended
+            process.stop()  # `_answers`, which waits for its answer, reads that it has ended
         self._thread.submit(self._kill)
         self._thread.shutdown()
 

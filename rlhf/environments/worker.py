@@ -26,7 +26,7 @@ import numpy as np
 from rlhf import plugins
 from rlhf.environments.base import Turn
 from rlhf.errors import ConfigError, one_line
-from rlhf.user_code import defined_at, imported, raised, unusual_kind
+from rlhf.user_code import defined_at, imported, raised, shown, unusual_kind
 
 RESERVED = ("seed",)
 """What `reset` may ask for besides the data's columns."""
@@ -175,7 +175,7 @@ def answer(episodes: dict[int, Any], make: Callable[[], Any], message: Begin | R
         if isinstance(message, Begin):
             episodes[message.episode] = make()
             given = episodes[message.episode].reset(**message.columns)
-            return None if given is None else Failed(f"reset gave {_shown(given)}, expected None")
+            return None if given is None else Failed(f"reset gave {shown(given)}, expected None")
         if isinstance(message, Respond):
             return checked(episodes[message.episode].step(message.text))
         close = getattr(episodes.pop(message.episode), "close", None)
@@ -189,13 +189,13 @@ def answer(episodes: dict[int, Any], make: Callable[[], Any], message: Begin | R
 def checked(given: Any) -> Turn | Failed:
     """A step's result in plain types."""
     if not isinstance(given, Turn):
-        return Failed(f"step gave {_shown(given)}, expected Turn(observation, reward, done)")
+        return Failed(f"step gave {shown(given)}, expected Turn(observation, reward, done)")
     if not isinstance(given.observation, str):
-        return Failed(f"step gave {_shown(given.observation)} as observation, expected a string")
+        return Failed(f"step gave {shown(given.observation)} as observation, expected a string")
     if not isinstance(given.done, bool | np.bool_):
-        return Failed(f"step gave {_shown(given.done)} as done, expected True or False")
+        return Failed(f"step gave {shown(given.done)} as done, expected True or False")
     if not isinstance(given.reward, numbers.Real) or not np.isfinite(np.float32(given.reward)):
-        return Failed(f"step gave {_shown(given.reward)} as reward, expected a finite number")
+        return Failed(f"step gave {shown(given.reward)} as reward, expected a finite number")
     if not given.done and not given.observation.strip():
         return Failed("step gave no observation, though the conversation isn't done")
     try:
@@ -203,12 +203,3 @@ def checked(given: Any) -> Turn | Failed:
     except UnicodeEncodeError as error:
         return Failed(f"step gave an observation with half a surrogate pair at character {error.start + 1}")
     return Turn(given.observation, float(given.reward), bool(given.done))
-
-
-def _shown(value: Any) -> str:
-    """Its type, and the beginning of what it says it is."""
-    try:
-        said = one_line(repr(value))[:60]
-    except Exception:  # a user's own __repr__
-        said = ""
-    return f"{type(value).__name__} {said}".strip()

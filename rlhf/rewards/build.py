@@ -79,7 +79,8 @@ def check(
 
     Raises:
         ConfigError: a function that doesn't exist, can't be imported, doesn't take its options, has an option of the
-            name of a column that it would be given, or needs a column that no row has.
+            name of a column that it would be given, has a limit of its own that is never reached, or needs a column
+            that no row has.
     """
     pool = WorkerPool(setup_of(spec, plugins), 1, spec.timeout_s)
     try:
@@ -91,6 +92,12 @@ def check(
             f"reward.chunk_rows={spec.chunk_rows} has no effect on built-in functions, which judge each completion "
             "alone; leave reward.chunk_rows=null"
         )
+    for name, signature in zip(names_of(spec), signatures, strict=True):
+        if signature.timeout_s is not None and signature.timeout_s >= spec.timeout_s:
+            raise ConfigError(
+                f"reward.options.{name}.timeout_s={signature.timeout_s:g} must be below reward.timeout_s="
+                f"{spec.timeout_s:g}, which ends the process first; lower the former or raise the latter"
+            )
     columns = {*names, *(held_out or ())} - {ROW}
     if taken := sorted(columns & set(RESERVED)):
         raise ConfigError(

@@ -124,7 +124,7 @@ def code(
     Args:
         column: holds Python source of assertions, or a list of such; they see the program's names.
         partial: the share of the tests that passed, instead of 1 for all.
-        timeout_s: for program and tests together.
+        timeout_s: for program and tests together; below `reward.timeout_s`.
         cpu_s: processor seconds.
         memory_mb: address space.
     """
@@ -142,7 +142,7 @@ def code(
     def rewards(completions: list[str], **columns: list[Any]) -> list[float | None]:
         return [reward(text, tests) for text, tests in zip(completions, columns[column], strict=True)]
 
-    return BuiltIn(rewards, (column,))
+    return BuiltIn(rewards, (column,), timeout_s)
 
 
 FACTORIES: dict[str, Callable[..., BuiltIn]] = {

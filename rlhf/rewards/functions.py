@@ -14,7 +14,7 @@ import numpy as np
 from rlhf import plugins
 from rlhf.config.base import written
 from rlhf.errors import ConfigError, nearest, one_line
-from rlhf.user_code import imported, unusual_kind
+from rlhf.user_code import imported, shown, unusual_kind
 
 RESERVED = ("prompts", "completions", "completion_ids")
 """What a function may ask for besides the data's columns: texts of prompt and completion (special tokens left out), and
@@ -31,6 +31,8 @@ class BuiltIn:
     function: RewardFunction
     columns: tuple[str, ...] = ()
     """Columns of the data that it reads."""
+    timeout_s: float | None = None
+    """Its own limit for a completion."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Signature:
     everything: bool
     rowwise: bool
     """A built-in one: each completion alone, and 0 for one that takes too long."""
+    timeout_s: float | None = None
+    """Of a built-in one: what its option `timeout_s` says."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def load_function(name: str, options: dict[str, Any]) -> Loaded:
             made = factory(**options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"reward.options.{name}: {one_line(error)}") from error
-        return Loaded(made.function, Signature(RESERVED, made.columns, everything=True, rowwise=True))
+        return Loaded(made.function, Signature(RESERVED, made.columns, True, True, made.timeout_s))
     function = plugins.find("reward", name) or imported(name, "reward.functions", plugins.names("reward"))
     return _with_options(name, function, options)
 
@@ -160,7 +164,7 @@ class Wrong:
 def checked(result: Any, count: int) -> list[float | None] | Wrong:
     """A function's result as plain numbers; None where the function doesn't apply to a completion."""
     if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__") or not hasattr(result, "__getitem__"):
-        return Wrong(f"gave {_shown(result)}, expected a list of {count} numbers")
+        return Wrong(f"gave {shown(result)}, expected a list of {count} numbers")
     if len(result) != count:
         return Wrong(f"gave {len(result)} rewards for {count} completions")
     values: list[float | None] = []
@@ -170,22 +174,13 @@ def checked(result: Any, count: int) -> list[float | None] | Wrong:
             try:
                 number = number.item()
             except (TypeError, ValueError, RuntimeError):  # of several elements
-                return Wrong(f"gave {_shown(number)}, expected a number", index)
+                return Wrong(f"gave {shown(number)}, expected a number", index)
         if number is None:
             values.append(None)
         elif not isinstance(number, numbers.Real):
-            return Wrong(f"gave {_shown(number)}, expected a number", index)
+            return Wrong(f"gave {shown(number)}, expected a number", index)
         elif not abs(float(number)) <= LARGEST:
             return Wrong(f"gave {number}, expected a finite number", index)
         else:
             values.append(float(number))
     return values
-
-
-def _shown(value: Any) -> str:
-    """Its type, and the beginning of what it says it is."""
-    try:
-        said = one_line(repr(value))[:60]
-    except Exception:  # a user's own __repr__
-        said = ""
-    return f"{type(value).__name__} {said}".strip()

@@ -55,11 +55,13 @@ class Worker(UserProcess):
         super().__init__("rlhf.rewards.worker", setup)
         self.task: Task | None = None
         self.deadline = time.monotonic() + START_S
+        self.failed: Failed | None = None
+        """How its task failed; it is looking for the completion."""
         self.signatures: list[Signature] | None = None
 
     def give(self, task: Task, timeout_s: float) -> None:
         """Raises Failure for columns that can't be sent."""
-        self.task, self.deadline = task, time.monotonic() + timeout_s
+        self.task, self.deadline, self.failed = task, time.monotonic() + timeout_s, None
         try:
             self.send(task.call)
         except Exception as error:  # whatever an object of a user's raises while it is pickled
@@ -180,8 +182,13 @@ class WorkerPool:
             if worker.signatures is None:
                 self._begin(worker, answer)
                 continue
+            if isinstance(answer, Failed) and answer.searched:
+                worker.failed = answer
+                worker.deadline = min(worker.deadline, time.monotonic() + self.timeout_s / 2)
+                continue
             if isinstance(answer, Failed) and answer.killed:
                 self._end(worker)
+                answer = worker.failed or answer
             if worker.task is not None:  # otherwise it died of something else between two calls
                 worker.task, worker.deadline = None, float("inf")
                 answers.append((worker, answer))

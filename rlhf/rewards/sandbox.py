@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhf.processes import adopt_orphans
+from rlhf.processes import adopt_orphans, end_children
 
 HARNESS = Path(__file__).with_name("harness.py")
 CHUNK = 1 << 16
@@ -108,8 +108,4 @@ def end(process: subprocess.Popen[bytes], others: list[psutil.Process]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    while left := [child for child in psutil.Process().children(recursive=True) if child not in others]:
-        for child in left:  # orphans became ours
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        psutil.wait_procs(left, timeout=5)
+    end_children(others)

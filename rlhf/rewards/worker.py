@@ -4,13 +4,14 @@ driver                                    worker
 Setup (paths, functions, options)   ──►   imports them
                                     ◄──   list of Signatures, or Failed
 Call (function, its columns)        ──►   calls it
-                                    ◄──   list of numbers, or Failed
+                                    ◄──   list of numbers, or Failed; twice, if it still has to find the row
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -49,6 +50,8 @@ class Failed:
     """Of the completion among those of the call, if it is known."""
     killed: bool = False
     """The process is gone with it."""
+    searched: bool = False
+    """Another answer follows, which may say of which completion it is."""
 
 
 def serve(connection: Connection) -> None:
@@ -62,7 +65,8 @@ def serve(connection: Connection) -> None:
     connection.send([function.signature for function in functions])
     while True:
         call: Call = connection.recv()
-        connection.send(answer(functions[call.function], call))
+        for answer in answers(functions[call.function], call):
+            connection.send(answer)
 
 
 def load_all(setup: Setup) -> list[Loaded]:
@@ -70,17 +74,24 @@ def load_all(setup: Setup) -> list[Loaded]:
     return [load_function(name, options) for name, options in setup.functions]
 
 
-def answer(function: Loaded, call: Call) -> list[float | None] | Failed:
-    """What the function gives. After a failure of several completions together, each alone tells which one it is."""
+def answers(function: Loaded, call: Call) -> Iterator[list[float | None] | Failed]:
+    """What the function gives. After a failure of several completions together each alone tells which one it is; the
+    failure is told at once, since that may take too long or end the process."""
     result = _called(function, call)
     if not isinstance(result, Failed) or result.index is not None or call.count == 1:
-        return result
+        yield result
+        return
+    yield replace(result, searched=True)
+    yield _found(function, call, result)
+
+
+def _found(function: Loaded, call: Call, failure: Failed) -> Failed:
     for index in range(call.count):
         alone = {name: values[index : index + 1] for name, values in call.columns.items()}
         found = _called(function, Call(call.function, 1, alone))
-        if isinstance(found, Failed) and found.reason == result.reason:
-            return Failed(result.reason, index)
-    return result
+        if isinstance(found, Failed) and found.reason == failure.reason:
+            return Failed(failure.reason, index)
+    return failure
 
 
 def _called(function: Loaded, call: Call) -> list[float | None] | Failed:

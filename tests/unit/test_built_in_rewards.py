@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +151,79 @@ def add(a, b): return a + b
     assert not psutil.pid_exists(int(mark.read_text()))
     assert psutil.Process().children(recursive=True) == mine
     assert os.environ.get("HOME") != "/nowhere"
+
+
+class Program:
+    """One that goes on after it has started another one, in a session of its own."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+        self.text = f"""```python
+import os, subprocess, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+open({str(mark) + "_"!r}, "w").write(str(child.pid))
+os.rename({str(mark) + "_"!r}, {str(mark)!r})
+time.sleep(600)
+```"""
+
+    def started(self) -> psutil.Process:
+        """The one it has started, once it runs."""
+        deadline = time.monotonic() + 60
+        while not self.mark.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return psutil.Process(int(self.mark.read_text()))
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    made = Program(tmp_path / "pid")
+    yield made
+    if made.mark.exists() and psutil.pid_exists(int(made.mark.read_text())):
+        psutil.Process(int(made.mark.read_text())).kill()
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not psutil.wait_procs([process], timeout=10)[1]
+
+
+LONG: dict[str, Any] = dict(functions=["code"], options={"code": {"timeout_s": 300}}, processes=1)
+
+
+def test_nothing_is_left_of_a_program_when_the_run_ends(program: Program) -> None:
+    with rewarder(FunctionReward(**LONG, timeout_s=600)) as made:
+        made.score(batch([program.text]), [{"tests": "pass"}])
+        child = program.started()
+        assert child.is_running()
+    assert is_gone(child)
+
+
+def test_nothing_is_left_of_a_program_that_takes_too_long(program: Program) -> None:
+    with rewarder(FunctionReward(**LONG, timeout_s=5)) as made:
+        assert made.score(batch([program.text]), [{"tests": "pass"}]).result().total.tolist() == [0]
+        assert made.pool.choked == 1
+        assert not psutil.pid_exists(int(program.mark.read_text()))
+
+
+def test_nothing_is_left_of_a_program_that_ends_its_judge(program: Program) -> None:
+    program.text = program.text.replace("time.sleep", "os.kill(os.getppid(), 9), time.sleep")
+    with rewarder(FunctionReward(**LONG)) as made:
+        assert made.score(batch([program.text]), [{"tests": "pass"}]).result().total.tolist() == [0]
+        assert made.pool.choked == 1
+        assert not psutil.pid_exists(int(program.mark.read_text()))
+
+
+def test_nothing_is_left_of_a_program_when_the_driver_is_killed(program: Program) -> None:
+    code = f"""
+import time
+from tests.unit.test_built_in_rewards import LONG, FunctionReward, batch, rewarder
+with rewarder(FunctionReward(**LONG)) as made:
+    made.score(batch([{program.text!r}]), [{{"tests": "pass"}}]).result()
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as driver:
+        child = program.started()
+        driver.kill()
+    assert is_gone(child)
 
 
 def test_as_many_tests_as_there_are() -> None:

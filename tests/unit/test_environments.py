@@ -18,7 +18,7 @@ from rlhf.types import ROW
 from tests.unit.test_plugins import EXAMPLES
 
 CODE = """
-import os, pathlib, time
+import os, pathlib, subprocess, time
 from rlhf.environments import Environment, Turn
 from rlhf.plugins import register_environment
 
@@ -48,6 +48,7 @@ class Fails(Counts):
     def step(self, response: str):
         match response:
             case "hang": time.sleep(60)
+            case "start": return Turn(str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid))
             case "exit": os._exit(3)
             case "silent": return Turn()
             case "wrong": return "a text"
@@ -159,16 +160,19 @@ def test_reset_may_fail_and_gives_nothing(file: Path, pools: list[EnvironmentPoo
         pool_of(pools, f"{file}:Plain").reset([{}], [0]).result()
 
 
-def test_closing_ends_what_hangs(file: Path, pools: list[EnvironmentPool]) -> None:
+def test_closing_ends_what_hangs_and_what_it_started(file: Path, pools: list[EnvironmentPool]) -> None:
     pool = pool_of(pools, f"{file}:Fails", processes=1)
     pool.reset([{"level": 1}], [0]).result()
     (process,) = pool._processes
+    (turn,) = pool.step([0], ["start"]).result()
+    assert psutil.pid_exists(int(turn.observation))
     waiting = pool.step([0], ["hang"])
     time.sleep(0.2)
     pool.close()
     with pytest.raises(EnvironmentFailed, match="the environments were stopped"):
         waiting.result()
     assert not psutil.pid_exists(process.process.pid)
+    assert not psutil.pid_exists(int(turn.observation))
 
 
 # ---- before the run -------------------------------------------------------------------------------------------------

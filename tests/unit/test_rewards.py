@@ -92,6 +92,22 @@ def hangs(completions):
     return [1.0] * len(completions)
 
 
+def slow(completions):
+    time.sleep(0.7 * len(completions))
+    return [1 / (text != "bad") for text in completions]
+
+
+def moody(completions):
+    time.sleep(600 if "late" in completions else 0)
+    return raises(completions)
+
+
+def once(completions):
+    if len(completions) == 1:
+        os._exit(3)
+    raise KeyError("level")
+
+
 def nan(completions):
     return [float("nan") if text == "bad" else 0.0 for text in completions]
 
@@ -264,6 +280,33 @@ def test_a_function_that_hangs_is_killed_and_the_next_batch_is_scored(file: Path
         assert made.score(batch(["good"]), [{}]).result().total.tolist() == [1]
 
 
+@pytest.mark.parametrize("name", ["slow", "once"])
+def test_looking_for_the_row_of_a_failure_does_not_hide_it(name: str, file: Path) -> None:
+    """The whole batch takes 2.8 of the 4 seconds, and so do its completions one by one."""
+    with pytest.raises(RewardError) as caught:
+        scored(["good"] * 3 + ["bad"], [*ROWS, {}], functions=[f"{file}:{name}"], timeout_s=4.0)
+    error = "ZeroDivisionError: division by zero" if name == "slow" else "KeyError: 'level'"
+    assert re.search(rf"{name} raised {error}, line \d+ of .*, on 4 completions, the first of r:0", str(caught.value))
+
+
+def test_a_failure_is_forgotten_with_the_next_call(file: Path) -> None:
+    with rewarder(FunctionReward(functions=[f"{file}:moody"], timeout_s=2.0, processes=1)) as made:
+        with pytest.raises(RewardError, match=r"moody raised ZeroDivisionError: .*, on r:1"):
+            made.score(batch(["good", "bad"]), ROWS[:2]).result()
+        with pytest.raises(RewardError, match=r"moody took more than reward\.timeout_s=2 seconds, on 2 completions"):
+            made.score(batch(["good", "late"]), ROWS[:2]).result()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGTERM, signal.SIGPIPE])
+def test_a_process_that_a_signal_ends_is_told_with_it(number: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"import signal\ndef f(completions):\n    signal.signal({number}, 0), signal.raise_signal({number})"
+    )
+    with pytest.raises(RewardError, match=rf"f ended its process by {number.name}, on r:0"):
+        scored(["a"], ROWS[:1], functions=[f"{path}:f"])
+
+
 def test_two_workers_that_die_at_once_are_one_failure(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = FunctionReward(functions=[f"{file}:hangs"], chunk_rows=1, processes=2)
     with rewarder(spec) as made:
@@ -272,7 +315,7 @@ def test_two_workers_that_die_at_once_are_one_failure(file: Path, monkeypatch: p
         def both_die(workers: list[Worker]) -> Any:
             if sum(worker.task is not None for worker in workers) == 2:
                 for worker in workers:
-                    worker.process.kill()
+                    worker.stop()
                     worker.process.wait()
             return wait(workers)
 
@@ -405,6 +448,16 @@ def test_mistakes_are_found_before_a_model_loads(
     with pytest.raises(ConfigError, match=message) as caught:
         check(spec, ["test", "question"], [])
     assert "\n" not in str(caught.value)
+
+
+def test_a_limit_of_a_function_that_its_process_does_not_live_to_see() -> None:
+    both = r"reward\.options\.code\.timeout_s={} must be below reward\.timeout_s={}, which ends the process first; "
+    for own, timeout_s in ((60, 60.0), (90.5, 60.0), (None, 10.0)):
+        options = {} if own is None else {"code": {"timeout_s": own}}
+        spec = FunctionReward(functions=["code"], options=options, timeout_s=timeout_s)
+        with pytest.raises(ConfigError, match=both.format(own or 10, f"{timeout_s:g}")):
+            check(spec, ["tests"], [])
+    check(FunctionReward(functions=["code"], options={"code": {"timeout_s": 59}}), ["tests"], [])
 
 
 def test_a_file_that_breaks_says_in_which_line(tmp_path: Path) -> None:
