@@ -46,10 +46,13 @@ LAYOUTS = {
     "tp2": [*TOP_K, "train.gpus=2", "train.tensor_parallel=2", "rollout.gpus=2"],
     "dp2": [*TOP_K, "train.gpus=2", "rollout.gpus=2"],
     "separate": [*TOP_K, "placement=separate"],
+    "separate_4b": [*TOP_K, "placement=separate"],
     "ahead": [*TOP_K, "placement=separate", "placement.max_staleness=1"],
     "standalone_topk": [*TOP_K, *STANDALONE],
     "standalone_fullvocab": ["distill=fullvocab", *STANDALONE],
 }
+LEARNERS = {"separate_4b": "teacher"}
+"""Layout -> the model that learns, if it isn't the student: how fast larger weights are pushed."""
 
 
 def make_checkpoint(folder: Path, shape: str, seed: int) -> None:
@@ -115,14 +118,15 @@ def main() -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
             make_checkpoint(unfinished, shape, seed)
             unfinished.rename(folder)
-    student, teacher = ((arguments.folder / role).resolve() for role in SHAPES)
+    folders = {role: (arguments.folder / role).resolve() for role in SHAPES}
     prompts = (arguments.folder / "prompts.jsonl").resolve()
     make_prompts(prompts)
-    student_bytes = sum(file.stat().st_size for file in student.glob("*.safetensors"))
     record = arguments.out / "many_gpus.json"
     metrics = json.loads(record.read_text())["metrics"] if record.exists() else {}
     for name in arguments.layouts:
-        models = [f"model.path={student}", f"teacher.model={teacher}", f"data.path={prompts}"]
+        learner = folders[LEARNERS.get(name, "student")]
+        models = [f"model.path={learner}", f"teacher.model={folders['teacher']}", f"data.path={prompts}"]
+        student_bytes = sum(file.stat().st_size for file in learner.glob("*.safetensors"))
         numbers = run_layout(name, models, arguments.steps, student_bytes)
         metrics = {key: value for key, value in metrics.items() if not key.startswith(f"{name}/")}
         metrics |= {f"{name}/{key}": value for key, value in numbers.items()}
