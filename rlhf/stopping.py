@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AGAIN_S = 0.05
 _watched: list[signal.Signals] = []
 _received: list[int] = []
 
@@ -20,8 +23,8 @@ class Stopped(KeyboardInterrupt):
 def watch() -> None:
     """Turn the signals into `Stopped` in the main thread.
 
-    A signal that is ignored stays ignored: `nohup` and background jobs count on it. Call it again after `ray.init`,
-    which installs a handler for SIGTERM that prints a stack of its own.
+    A signal that is ignored stays ignored: `nohup` and background jobs count on it. Call it again where a library has
+    put a handler of its own in place.
     """
     if not _watched:
         _watched.extend(number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
@@ -46,8 +49,19 @@ def exit_code() -> int:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    if _in_a_finaliser(frame):  # Python would print the exception, and go on
+        threading.Timer(AGAIN_S, os.kill, (os.getpid(), number)).start()
+        return
     _received.append(number)
     raise Stopped
+
+
+def _in_a_finaliser(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _wait(number: int, frame: FrameType | None) -> None:

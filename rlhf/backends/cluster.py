@@ -20,9 +20,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf.backends.daemons import end, is_actor, raylet_processes, still_runs
 from rlhf.backends.keep import KEEPER, Kept
+from rlhf.backends.ray_signals import signals_are_ours
 from rlhf.config.cluster import Cluster, Device
 from rlhf.errors import ClusterError, RlhfError, RoleDied, RoleFailed, one_line
-from rlhf.stopping import watch
 
 T = TypeVar("T")
 
@@ -259,13 +259,14 @@ class RayCluster:
         try:
             if self.spec.address not in (None, "auto"):
                 check_answers(self.spec.address)
-            ray.init(
-                address=self.spec.address or "local",  # local: never one that happens to run here
-                log_to_driver=False,
-                logging_level="ERROR",
-                configure_logging=True,
-                **({} if self.spec.address else own_cluster),
-            )
+            with signals_are_ours():
+                ray.init(
+                    address=self.spec.address or "local",  # local: never one that happens to run here
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    configure_logging=True,
+                    **({} if self.spec.address else own_cluster),
+                )
         except Exception as error:  # Ray also raises plain ones, e.g. when a machine is too busy to start it
             if self.spec.address is None:
                 words = last_words(error).rstrip(".")
@@ -274,7 +275,6 @@ class RayCluster:
                 f"no Ray cluster at cluster.address={self.spec.address} ({last_words(error)}); start one with `ray "
                 f"start --head{self._resources(bundles)}`, or use cluster.address=null"
             ) from error
-        watch()  # ray.init has put its own handler of SIGTERM in place
 
     def _reserve(self, bundles: int) -> PlacementGroup:
         """One bundle a device. More than the cluster has is an error; more than is free waits in Ray's queue."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -151,11 +152,16 @@ def ctrl_c_twice(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGINT)
 
 
+def terminate_all(process: subprocess.Popen[str]) -> None:
+    """As `timeout` and batch schedulers do: the driver and who is in its process group."""
+    os.killpg(process.pid, signal.SIGTERM)
+
+
 ENDS = [
     ("engine", strike_role("EngineActor"), 1, "error: the engine process ended unexpectedly"),
     ("trainer", strike_role("TrainerActor"), 1, "error: the trainer process ended unexpectedly"),
+    ("terminated", terminate_all, 143, "warning: interrupted; saved: outputs/terminated/"),
     ("interrupted", ctrl_c_twice, 130, "warning: interrupted; saved: outputs/interrupted/checkpoints/step_1"),
-    ("terminated", lambda process: process.terminate(), 143, "warning: interrupted; saved: outputs/terminated/"),
 ]
 
 
@@ -193,9 +199,9 @@ def test_runs_that_end_before_their_time(
 
 def test_interrupted_before_the_first_step(world: tuple[Path, list[str]], tmp_path: Path) -> None:
     """While models and data are checked, and while Ray and the roles start."""
-    for name, seen, message in [
-        ("checking", "checking models", "warning: interrupted; nothing was started"),
-        ("starting", "starting Ray, trainer and engine", "warning: interrupted while starting; nothing was saved"),
+    for name, seen, number, message in [
+        ("checking", "checking models", signal.SIGINT, "warning: interrupted; nothing was started"),
+        ("starting", "starting Ray, trainer", signal.SIGTERM, "warning: interrupted while starting; nothing was saved"),
     ]:
         process = start([*world[1], f"run.name={name}"], tmp_path)
         assert process.stdout is not None
@@ -207,9 +213,9 @@ def test_interrupted_before_the_first_step(world: tuple[Path, list[str]], tmp_pa
             left = descendants(process.pid)
         else:
             left = []
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, number)
         _, err = process.communicate(timeout=60)
-        assert (process.returncode, err.splitlines()) == (130, [message])
+        assert (process.returncode, err.splitlines()) == (128 + number, [message])
         _, alive = psutil.wait_procs(left, timeout=10)
         assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 

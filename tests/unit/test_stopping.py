@@ -44,6 +44,18 @@ def test_each_signal_is_one_exception_and_its_own_exit_code(number: signal.Signa
         assert process.wait(timeout=30) == 128 + number
 
 
+def test_a_signal_during_a_finaliser_is_not_lost() -> None:
+    """Python swallows what is raised there."""
+    slow = (
+        "class Slow:\n    def __del__(self):\n        print('ready', flush=True)\n        time.sleep(0.5)\n"
+        "try:\n    watch()\n    Slow()\n    time.sleep(60)\nexcept Stopped:\n    sys.exit(exit_code())\n"
+    )
+    with started(SETUP + slow) as process:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err) == (143, "", "")
+
+
 def test_a_shutdown_is_not_interrupted() -> None:
     shutdown = "with unstoppable():\n    print('ready', flush=True)\n    time.sleep(1)\n    print('done', flush=True)\n"
     then = TO_THE_SHELL.replace("'ready'", "'then'")

@@ -139,7 +139,6 @@ class DoubleRay:
         monkeypatch.setattr(cluster, "raylet_processes", lambda: [])
         monkeypatch.setattr(cluster, "still_runs", lambda spec: self.alive)
         monkeypatch.setattr(cluster, "check_answers", lambda address: None)
-        monkeypatch.setattr(cluster, "watch", lambda: None)
 
     def is_initialized(self) -> bool:
         return bool(self.resources)
