@@ -3,10 +3,13 @@ explains."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import hydra
@@ -81,6 +84,13 @@ def report(error: Exception, prefix: str = "") -> None:
         print(f"error: {prefix}{message}", file=sys.stderr)
 
 
+def help_of(entry: Callable[[], object]) -> str:
+    """What Hydra says for `--help`, without the classes of the options, which nobody sets."""
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        entry()
+    return "".join(line for line in said.getvalue().splitlines(True) if not line.lstrip().startswith("_target_:"))
+
+
 def main() -> None:
     """The command. Exit code 1 if anything failed, 130 after Ctrl-C, 143 after SIGTERM."""
     watch()
@@ -92,7 +102,10 @@ def main() -> None:
                 print(about(words))
             else:
                 check_arguments(sys.argv[1:])
-                entry()
+                if {"--help", "-h"} & set(sys.argv[1:]):
+                    print(help_of(entry), end="")
+                else:
+                    entry()
         finally:
             with unstoppable():
                 end_kept_ray()  # also where the sweep was interrupted

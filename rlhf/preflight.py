@@ -16,6 +16,7 @@ from rlhf.batching import steps_of
 from rlhf.config.algo import GKD, GRPO
 from rlhf.config.checks import check_schedule, left_by_lmbda, said_of
 from rlhf.config.cluster import Device
+from rlhf.config.data import FileData, HubData, PluginData
 from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.environment import MultiTurn
 from rlhf.config.reward import FunctionReward
@@ -132,7 +133,7 @@ def check_inputs(run: Run) -> Inputs:
             "eval.accuracy=null"
         )
     steps = _steps(run, dataset)
-    warnings += without_effect(run, steps, dataset)
+    warnings += without_effect(run, steps, dataset) + mostly_held_out(run, dataset)
     return Inputs(
         student,
         teacher,
@@ -202,6 +203,18 @@ def without_effect(run: Run, steps: int, dataset: Dataset) -> list[str]:
             "use data.preprocessor=opsd_reference_solution (or your own), or leave data.max_teacher_length=null"
         )
     return found
+
+
+def mostly_held_out(run: Run, dataset: Dataset) -> list[str]:
+    """A warning where more rows are held out of a source than are left of it to train on."""
+    own = {FileData: "eval_path", HubData: "eval_split", PluginData: "eval_function"}.get(type(run.data))
+    held_out, left = len(dataset.held_out), dataset.train_rows
+    if own is None or getattr(run.data, own) is not None or left is None or held_out <= left:
+        return []
+    return [
+        f"eval.samples={run.eval.samples} holds out {held_out} of {held_out + left} rows and leaves {left} to train "
+        f"on; use a smaller eval.samples, or held-out rows of their own (data.{own})"
+    ]
 
 
 def _is_taught_by_itself(run: Run, student: Path, teacher: Path | None, dataset: Dataset) -> bool:

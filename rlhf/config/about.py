@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rlhf.config.names import ours
 from rlhf.config.reference import render
 from rlhf.errors import ConfigError
 
@@ -46,6 +47,7 @@ def words_of(arguments: Sequence[str]) -> list[str]:
 
 def about(words: Sequence[str]) -> str:
     """Of each word the keys that it names: whole (`distill.k`), by their last part (`k`), or all of a group or section.
+    Of another trainer's name ours.
 
     Raises:
         ConfigError: a word names none.
@@ -58,13 +60,18 @@ def about(words: Sequence[str]) -> str:
             for entry in entries
             if entry.key == word or entry.key.startswith(f"{word}.") or entry.key.rpartition(".")[2] == word
         ]
-        if not named:
+        here = ours(word)
+        theirs = [entry for entry in entries if here is not None and f"{entry.key}.".startswith(f"{here}.")]
+        if not named and not theirs:
             keys = {entry.key for entry in entries}
             names = sorted(keys | {part for key in keys for part in key.split(".")})
             close = difflib.get_close_matches(word, names, n=1)
             meant = f"did you mean {close[0]}?" if close else "docs/configuration.md has them all"
             raise ConfigError(f"--help {word}: no key and no group has this name; {meant}")
         found += [entry.text() for entry in named]
+        options = sorted({option for entry in theirs for option in entry.options})
+        where = f" with {' or '.join(options)}" if named else ""
+        found += [f"{word}{where}: here it is {here}", *(entry.text() for entry in theirs)] if theirs else []
     return "\n\n".join(found)
 
 

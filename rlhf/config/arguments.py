@@ -9,6 +9,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config.base import require
+from rlhf.config.names import OTHER_VALUES, ours
 from rlhf.config.run import RunSection
 from rlhf.errors import ConfigError
 
@@ -22,7 +23,10 @@ def check_arguments(arguments: list[str]) -> None:
     """
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see --help; options such as -m come first, and keys have no dashes: KEY=VALUE)")
+        here = "".join(f"; {line}" for line in _written_with_dashes(arguments))
+        raise ConfigError(
+            f"{message}{here} (see --help; options such as -m come first, and keys have no dashes: KEY=VALUE)"
+        )
 
     parser = get_args_parser()
     parser.error = refuse
@@ -37,6 +41,23 @@ def check_arguments(arguments: list[str]) -> None:
             )
         if values.setdefault(key, value) != value:
             raise ConfigError(f"{key} is given twice, {key}={values[key]} and {key}={value}; keep one")
+
+
+def _written_with_dashes(arguments: list[str]) -> list[str]:
+    """What other trainers' options (`--learning_rate 1e-5`) are here."""
+    lines = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        option, _, value = argument.partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        here = ours(name)
+        if not option.startswith("--") or here is None:
+            continue
+        if name == "beta" and "algo=grpo" not in arguments:
+            here = "algo.beta"
+        if not value and not following.startswith("-") and "=" not in following:
+            value = following
+        lines.append(f"{option}: here it is {here}{f'={value}' if value and name not in OTHER_VALUES else ''}")
+    return lines
 
 
 def check_folders(config: DictConfig, hydra_run_dir: str, sweep: bool) -> None:

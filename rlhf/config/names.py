@@ -4,25 +4,34 @@ from __future__ import annotations
 
 OURS = {
     "actor_lr": "train.lr",
-    "algo.beta": "algo.kl_coef",  # where the option has no beta of its own: GRPO's penalty
+    "algo.beta": "algo.kl_coef",
     "batch_size": "train.global_batch_samples",
+    "beta": "algo.kl_coef",
+    "bf16": "train.dtype",
     "dataset": "data.path",
     "dataset_name": "data.name",
+    "delta": "algo.clip_dual",
     "distill.top_k": "distill.k",
+    "epsilon": "algo.clip_low",
+    "epsilon_high": "algo.clip_high",
     "eval_steps": "eval.every",
     "gkd_logits_topk": "distill.k",
     "global_batch_size": "train.global_batch_samples",
     "gpu_memory_utilization": "rollout.kv_cache_gb",
-    "gradient_accumulation_steps": "train.micro_batch_tokens",
+    "gradient_accumulation_steps": "train.global_batch_samples",
     "group_size": "algo.num_generations",
+    "importance_sampling_level": "algo.ratio",
     "kl_loss_coef": "algo.kl_coef",
     "lambda": "algo.lmbda",
     "learning_rate": "train.lr",
+    "log_completions": "logger.rollouts",
     "lora_alpha": "model.lora.alpha",
     "lora_dropout": "model.lora.dropout",
     "lora_r": "model.lora.rank",
     "lora_rank": "model.lora.rank",
+    "loss_type": "algo.loss_mean",
     "lr_scheduler_type": "train.lr_schedule",
+    "mask_truncated_completions": "algo.mask_truncated",
     "max_completion_length": "rollout.max_new_tokens",
     "max_grad_norm": "train.clip_grad",
     "max_prompt_length": "data.max_length",
@@ -36,9 +45,10 @@ OURS = {
     "num_epochs": "run.epochs",
     "num_train_epochs": "run.epochs",
     "output_dir": "run.dir",
-    "per_device_train_batch_size": "train.micro_batch_tokens",
+    "per_device_train_batch_size": "train.global_batch_samples",
     "project_name": "logger.wandb_project",
     "report_to": "logger.wandb",
+    "resume_from_checkpoint": "resume",
     "reward_funcs": "reward.functions",
     "reward_weights": "reward.weights",
     "rollout.n": "algo.num_generations",
@@ -50,10 +60,34 @@ OURS = {
     "teacher_model_name_or_path": "teacher.model",
     "total_epochs": "run.epochs",
     "vllm_gpu_memory_utilization": "rollout.kv_cache_gb",
+    "vllm_importance_sampling_clip_max": "algo.importance_cap",
+    "vllm_importance_sampling_correction": "algo.old_logprobs",
+    "vllm_mode": "placement",
     "vllm_tensor_parallel_size": "rollout.tensor_parallel",
     "warmup_ratio": "train.warmup_steps",
 }
-"""A name, or a full key where the name alone could mean something else -> the key that does it here."""
+"""A name, or a full key where the name alone could mean something else -> the key (or group) that does it here.
+`beta` is GRPO's penalty, where the chosen option has no beta of its own."""
+
+OTHER_VALUES = {
+    "batch_size",
+    "bf16",
+    "gpu_memory_utilization",
+    "gradient_accumulation_steps",
+    "loss_type",
+    "micro_batch_size",
+    "per_device_train_batch_size",
+    "report_to",
+    "resume_from_checkpoint",
+    "reward_funcs",
+    "reward_weights",
+    "target_modules",
+    "vllm_gpu_memory_utilization",
+    "vllm_importance_sampling_correction",
+    "vllm_mode",
+    "warmup_ratio",
+}
+"""Names whose values mean something else here, or are written otherwise."""
 
 
 def ours(key: str) -> str | None:

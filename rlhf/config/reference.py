@@ -140,7 +140,8 @@ def _groups(chosen: dict[str, str]) -> str:
             name = f"**{option}**" if chosen[group] == option else option
             names.append(f"~~{name}~~" if unavailable(spec) else name)
         lines.append(f"| [{group}](#{group}) | {', '.join(names)} | {_meaning(group)} |")
-    return "\n".join([*lines, "", "Bold: chosen by default. Struck out: not available yet.\n"])
+    struck = " Struck out: not available yet." if any("~~" in line for line in lines) else ""
+    return "\n".join([*lines, "", f"Bold: chosen by default.{struck}\n"])
 
 
 def _like(group: str, other: str, stated: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ def _list_groups() -> str:
     return "\n".join(lines)
 
 
+def _list_recipes() -> str:
+    """The names of recipes/, for --help."""
+    folder = PROJECT_ROOT / "recipes"
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    small = sorted(path.stem for path in (folder / "cpu").glob("*.yaml"))
+    lines = textwrap.wrap(", ".join(names), 110, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join([*lines, f"  cpu/NAME: the same in small, e.g. cpu/{small[0]}" if small else ""]).rstrip()
+
+
 def register() -> None:
     """Make `schema/GROUP/OPTION` and `schema/SECTION` known to Hydra. Safe to call again."""
     store = ConfigStore.instance()
@@ -107,4 +117,5 @@ def register() -> None:
         store.store(group="schema", name=section, node=_node(spec))
     OmegaConf.register_new_resolver("rlhf.default_teacher", default_teacher, replace=True)
     OmegaConf.register_new_resolver("rlhf.groups", _list_groups, replace=True)
+    OmegaConf.register_new_resolver("rlhf.recipes", _list_recipes, replace=True)
     OmegaConf.register_new_resolver("rlhf.project_root", lambda: str(PROJECT_ROOT), replace=True)

@@ -25,10 +25,11 @@ def unknown_key(key: str, config: DictConfig) -> str:
         option = _option_of(parent, section)
         instead = f"; with {parent}={option} it is {here}" if here in keys else ""
         return f"{message} with {parent}={option}; {' or '.join(others)} has it{instead}"
-    if same_name and key not in OURS:
+    if same_name and (key not in OURS or here not in keys):
         return f"{message}; did you mean {' or '.join(same_name)}?"
     if here is not None and here != key:
-        return f"{message}; here it is {here}"
+        having = [] if here in keys else _options_with(here.partition(".")[0], here.rpartition(".")[2])
+        return f"{message}; here it is {here}" + (f" ({' or '.join(having)})" if having else "")
     if close := difflib.get_close_matches(name.lower(), siblings, n=1):
         return f"{message}; did you mean {parent + '.' if parent else ''}{close[0]}?"
     if not parent and (close := _close_names(name, keys)):

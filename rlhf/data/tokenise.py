@@ -87,7 +87,7 @@ def _cut(ids: list[int] | str, name: str, longest: int, key: str, spec: DataComm
     if isinstance(ids, str):
         return ids
     if len(ids) > longest and spec.truncation is Truncation.error:
-        return f"{name} has {len(ids)} tokens, {key} is {longest}"
+        return f"{name} has {len(ids)} tokens, {key} is {longest} (use a larger one, or data.truncation=left)"
     return np.asarray(ids[-longest:], dtype=np.int32)  # left: the end, with the turn to answer, is what counts
 
 

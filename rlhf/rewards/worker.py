@@ -98,5 +98,6 @@ def _called(function: Loaded, call: Call) -> list[float | None] | Failed:
     try:
         values = checked(function.call(**call.columns), call.count)
     except BaseException as error:  # a user's function may even call sys.exit
-        return Failed(raised(error))
+        as_message = isinstance(error, TypeError) and "string indices" in str(error)  # c[0]["content"]
+        return Failed(raised(error) + (" (completions are strings, not messages)" if as_message else ""))
     return Failed(values.reason, values.index) if isinstance(values, Wrong) else values

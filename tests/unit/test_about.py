@@ -30,6 +30,15 @@ def test_the_last_part_of_a_key_and_a_whole_group_will_do() -> None:
     assert about(["run.steps", "distill.k"]).count("default") >= 2
 
 
+def test_the_names_of_other_trainers() -> None:
+    first, _, second, *_ = about(["learning_rate"]).splitlines()
+    assert first == "learning_rate: here it is train.lr" and second.startswith("train.lr   float, default 1e-05")
+    assert "algo.clip_high   float" in about(["epsilon_high"])
+    assert "placement.max_staleness" in about(["vllm_mode"])
+    text = about(["beta"])
+    assert text.startswith("algo.beta ") and "\nbeta with algo=grpo: here it is algo.kl_coef\n" in text
+
+
 def test_a_word_that_names_nothing() -> None:
     with pytest.raises(ConfigError, match=r"--help distil\.k: .* did you mean distill\.k\?"):
         about(["distil.k"])

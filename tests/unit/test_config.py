@@ -29,7 +29,7 @@ from rlhf.config.compose import to_run
 from rlhf.config.lora import modules_of
 from rlhf.config.messages import explain, interrupted
 from rlhf.config.model import SmolLM2With24Layers
-from rlhf.config.names import OURS
+from rlhf.config.names import OTHER_VALUES, OURS
 from rlhf.config.registry import GROUPS, PROJECT_ROOT, SECTIONS, target_of
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Eval, Run
@@ -610,7 +610,14 @@ MISTAKES = {
     "run.save_steps=5": "unknown key run.save_steps; here it is run.save_every",
     "learning_rate=1e-5": "unknown key learning_rate; here it is train.lr",
     "model.name=x": "unknown key model.name; here it is model.path",
-    "rollout.n=8": "unknown key rollout.n; here it is algo.num_generations",
+    "rollout.n=8": "unknown key rollout.n; here it is algo.num_generations (algo=grpo)",
+    "delta=3": "unknown key delta; here it is algo.clip_dual (algo=grpo)",
+    "algo=grpo loss_type=dapo": "unknown key loss_type; here it is algo.loss_mean",
+    "algo=grpo beta=0.04": "unknown key beta; here it is algo.kl_coef",
+    "vllm_mode=server": "unknown key vllm_mode; here it is placement",
+    "resume_from_checkpoint=true": "unknown key resume_from_checkpoint; here it is resume",
+    "per_device_train_batch_size=4": "unknown key per_device_train_batch_size; here it is train.global_batch_samples",
+    "dataset=rows.jsonl": "unknown key dataset; here it is data.path (data=file)",
     "algo=grpo algo.beta=0.1": "unknown key algo.beta with algo=grpo; algo=gkd or algo=opsd has it; with algo=grpo it "
     "is algo.kl_coef",
     "beta=1": "unknown key beta; did you mean algo.beta?",
@@ -662,6 +669,8 @@ MISTAKES = {
     # the command line itself
     "algo.beta=0 algo.beta=1": "algo.beta is given twice, algo.beta=0 and algo.beta=1; keep one",
     "algo=gkd +algo=grpo": "algo is given twice, algo=gkd and algo=grpo; keep one",
+    "--learning_rate 1e-5": "unrecognized arguments: --learning_rate; --learning_rate: here it is train.lr=1e-5 "
+    "(see --help; options such as -m come first, and keys have no dashes: KEY=VALUE)",
     "--lr=1": "unrecognized arguments: --lr=1 (see --help; options such as -m come first, and keys have no dashes: "
     "KEY=VALUE)",
 }
@@ -671,6 +680,20 @@ MISTAKES = {
 def test_mistakes_are_one_helpful_line(overrides: str) -> None:
     line, expected = refusal(*overrides.split()), MISTAKES[overrides]
     assert line.startswith(expected) if expected.startswith("can't read") else line == expected
+
+
+def test_options_of_other_trainers_are_translated() -> None:
+    def said(*arguments: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_arguments(list(arguments))
+        return str(caught.value)
+
+    assert "; --learning-rate: here it is train.lr=1e-5; --bf16: here it is train.dtype (see" in said(
+        "--learning-rate=1e-5", "--bf16", "true"
+    )
+    assert "--beta: here it is algo.beta=0.5 (" in said("--beta", "0.5")
+    assert "--beta: here it is algo.kl_coef=0.5 (" in said("algo=grpo", "--beta", "0.5")
+    assert "--log_completions: here it is logger.rollouts (" in said("--log_completions", "run.steps=3")
 
 
 def test_giving_the_same_value_twice_is_no_contradiction() -> None:
@@ -860,6 +883,9 @@ def test_full_error_brings_the_traceback(tmp_path: Path) -> None:
 
 def test_help_lists_every_option(tmp_path: Path) -> None:
     done = command("--help", cwd=tmp_path)
+    recipes = done.stdout.partition("== Recipes (+recipes=NAME) ==\n")[2].partition("==")[0]
+    assert set(RECIPES) <= set(recipes.replace(",", " ").split()) and "cpu/NAME" in recipes
+    assert "_target_" not in done.stdout and "global_batch_samples: 16" in done.stdout
     assert done.returncode == 0 and done.stderr == ""
     for group, options in GROUPS.items():
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"  {group} ")]
@@ -919,4 +945,5 @@ def test_ctrl_c_inside_an_import_is_still_ctrl_c() -> None:
 def test_every_name_of_others_leads_to_a_key_of_ours() -> None:
     page = (PROJECT_ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     for name, key in OURS.items():
-        assert f"| `{key}` |" in page, name
+        assert f"| `{key}` |" in page or key in GROUPS, name
+    assert set(OURS) >= OTHER_VALUES

@@ -77,6 +77,17 @@ def test_keys_without_effect_are_named_in_a_warning(world: Path) -> None:
         assert check_inputs(run_of(world, **sections)).warnings == (expected,)
 
 
+def test_more_rows_held_out_than_trained_on(world: Path) -> None:
+    assert check_inputs(run_of(world, eval=Eval(samples=6))).warnings == ()
+    (warning,) = check_inputs(run_of(world, eval=Eval(samples=8))).warnings
+    assert warning == (
+        "eval.samples=8 holds out 8 of 12 rows and leaves 4 to train on; use a smaller eval.samples, or held-out rows "
+        "of their own (data.eval_path)"
+    )
+    own = {"eval_path": str(world / "privileged.jsonl")}
+    assert check_inputs(run_of(world, data=own, eval=Eval(samples=12))).warnings == ()
+
+
 def test_a_writer_is_kept_from_as_many_tokens_as_vllm_takes(world: Path) -> None:
     writer = {"algo": GKD(lmbda=0.5, seq_kd=True), "teacher": StandaloneTeacher(model="big")}
     on_gpu = {"cluster": Cluster(device=Device.cuda)}

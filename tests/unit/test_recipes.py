@@ -19,6 +19,7 @@ from rlhf.backends.megatron.architecture import Architecture, refuse_unknown_fie
 from rlhf.config.cluster import Device
 from rlhf.config.compose import to_run
 from rlhf.config.data import HubData
+from rlhf.config.names import OURS
 from rlhf.config.placement import Separate
 from rlhf.config.registry import GROUPS, PROJECT_ROOT, SECTIONS, register
 from rlhf.config.reward import FunctionReward
@@ -360,6 +361,16 @@ def test_the_page_of_recipes() -> None:
             value_of(run, word)
     sources = {name for row in rows_of(FROM_MS_SWIFT, "there") if len(row) == 2 for name in named_in(row[1])}
     assert sources == set(LARGE)
+
+
+def test_names_of_trl_are_answered_with_ours() -> None:
+    """Those that have a counterpart, but for those that are called the same here."""
+    rows = [row for row in rows_of((DOCS / "from_trl.md").read_text(encoding="utf-8"), "TRL") if len(row) == 3]
+    same = {"temperature", "lmbda", "seq_kd", "num_generations", "steps_per_generation", "scale_rewards"}
+    same |= {"warmup_steps", "weight_decay", "seed", "max_new_tokens"}
+    not_typed = {"model", "train_dataset", "max_length", "peft_config", "environment_factory", "use_vllm"}
+    named = {name for row in rows if row[1] for name in re.findall(r"`([a-z_]{3,})\b", row[0])}
+    assert named - not_typed - same <= set(OURS) and len(named) > 40
 
 
 @pytest.mark.parametrize("page", ["recipes", "from_ms_swift", "from_trl"])

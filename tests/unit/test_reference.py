@@ -35,6 +35,7 @@ def test_choices_are_written_as_they_are_named() -> None:
 
 def test_the_page_says_what_is_not_available_yet() -> None:
     page = render()
+    assert ("Struck out" in page) == ("~~" in page)
     for group, options in GROUPS.items():
         for option, spec in options.items():
             section = page.split(f"### {group}={option}")[1].split("\n#")[0]

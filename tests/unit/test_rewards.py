@@ -78,6 +78,10 @@ def raises(completions):
     return [1 / (text != "bad") for text in completions]
 
 
+def messages(completions):
+    return [len(one[0]["content"]) for one in completions]
+
+
 def leaves(completions):
     raise SystemExit(0)
 
@@ -245,6 +249,7 @@ def test_functions_of_one_name_keep_their_whole_names(file: Path) -> None:
 
 FAILURES = [
     ("raises", r"raised ZeroDivisionError: division by zero, line \d+ of .*/mine\.py, on r:1 \('what is 1'\)"),
+    ("messages", r"raised TypeError: string indices .*\(completions are strings, not messages\), on r:0"),
     ("leaves", r"raised SystemExit: 0, line \d+ of .*mine\.py, on r:0"),
     ("ends", r"ended its process with exit code 3, on 3 completions, the first of r:0 .*\(reward\.chunk_rows=1 tells"),
     ("nan", r"gave nan, expected a finite number, on r:1"),

@@ -61,7 +61,8 @@ def test_long_prompts() -> None:
     tokens = whole.prompt(1)
     table, bad = tokenise_rows(rows, tiny_tokenizer(), FileData(max_length=32))
     assert table.wheres == ("x:0",)
-    assert bad == [BadRow("x:1", f"prompt has {len(tokens)} tokens, data.max_length is 32")]
+    remedy = "use a larger one, or data.truncation=left"
+    assert bad == [BadRow("x:1", f"prompt has {len(tokens)} tokens, data.max_length is 32 ({remedy})")]
     table, bad = tokenise_rows(rows, tiny_tokenizer(), FileData(max_length=32, truncation=Truncation.left))
     assert bad == [] and table.truncated.tolist() == [False, True]
     assert table.prompt(1).tolist() == tokens[-32:].tolist()
