@@ -1,4 +1,4 @@
-"""The layouts of several GPUs, timed: the same distillation job on one GPU and on two.
+"""The layouts of several GPUs, timed: the same distillation job on one GPU, on two and on four.
 
     python -m benchmarks.many_gpus FOLDER                                  # all layouts, 20 steps each
     python -m benchmarks.many_gpus FOLDER --layouts separate ahead         # adds to what the record holds
@@ -40,16 +40,23 @@ JOB = [
 ]
 TOP_K = ["distill=topk", "distill.k=64"]
 STANDALONE = ["teacher=standalone", "teacher.engine.dtype=bfloat16", "teacher.engine.kv_cache_gb=16"]
+TWO = ["train.gpus=2", "rollout.gpus=2"]
+FOUR = ["train.gpus=4", "train.tensor_parallel=2", "rollout.gpus=4"]
 LAYOUTS = {
     "one": TOP_K,
     "one_fullvocab": ["distill=fullvocab"],
-    "tp2": [*TOP_K, "train.gpus=2", "train.tensor_parallel=2", "rollout.gpus=2"],
-    "dp2": [*TOP_K, "train.gpus=2", "rollout.gpus=2"],
+    "tp2": [*TOP_K, *TWO, "train.tensor_parallel=2"],
+    "dp2": [*TOP_K, *TWO],
     "separate": [*TOP_K, "placement=separate"],
     "separate_4b": [*TOP_K, "placement=separate"],
     "ahead": [*TOP_K, "placement=separate", "placement.max_staleness=1"],
     "standalone_topk": [*TOP_K, *STANDALONE],
     "standalone_fullvocab": ["distill=fullvocab", *STANDALONE],
+    "tp2_engine_tp2": [*TOP_K, *TWO, "train.tensor_parallel=2", "rollout.tensor_parallel=2"],
+    "four": [*TOP_K, *FOUR],
+    "four_fullvocab": ["distill=fullvocab", *FOUR],
+    "separate_2_2": [*TOP_K, "placement=separate", *TWO, "rollout.tensor_parallel=2"],
+    "standalone_2_2": [*TOP_K, *TWO, *STANDALONE, "teacher.gpus=2"],
 }
 LEARNERS = {"separate_4b": "teacher"}
 """Layout -> the model that learns, if it isn't the student: how fast larger weights are pushed."""

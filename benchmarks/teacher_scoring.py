@@ -105,7 +105,7 @@ def measure(cluster: RayCluster, model: Path, sequences: Sequences, smoke: bool)
 
     setup = setup_of(model, sequences, smoke)
     scorer_actors.ScorerActor = TimedActor  # type: ignore[misc]
-    scorer = RayScorer(cluster, setup, bundles=[0])
+    scorer = RayScorer(cluster, setup, bundles=[[0]])
     scorer.ready(timeout_s=400)
     plan = plan_batch(sequences.lengths, data_parallel=1, micro_batch_tokens=1 << 20)
     minibatches = (MiniBatch(plan, np.ones(sequences.response_offsets[-1], dtype=np.float32)),)

@@ -62,7 +62,7 @@ class TrainerActor:
         self.trainer = MegatronTrainer(self.setup, self.rank, self.store)
 
     def open_channel(self, size: int) -> None:
-        """On rank 0: push weights from here on, to `size - 1` engine replicas."""
+        """On rank 0: push weights from here on, to `size - 1` devices of engines."""
         from rlhf.backends.channel import TRAINER, WeightChannel
 
         self.channel = WeightChannel(self.store, TRAINER, size)
@@ -115,18 +115,13 @@ class EngineActor:
         self.engine = VllmEngine(self.setup)
 
     def join_channel(self, address: tuple[str, int], rank: int, size: int) -> None:
-        """Take weights from the trainer's channel, whose store is at `address`."""
-        from torch.distributed import TCPStore
-
-        from rlhf.backends.channel import WeightChannel
-
-        self.engine.channel = WeightChannel(TCPStore(*address, size, is_master=False), rank, size)
+        self.engine.join_channel(address, rank, size)
 
     def begin_update(self) -> None:
         self.engine.begin_update()
 
-    def load(self, bucket: Any) -> None:
-        self.engine.load(bucket)
+    def load(self, *buckets: Any) -> None:
+        self.engine.load(buckets)
 
     def finish_update(self) -> int:
         return self.engine.finish_update()
@@ -177,6 +172,9 @@ class LentBucket:
     on: Mapping[int, Any]
     """Bundle -> the reference of the rank's `Bucket` there."""
 
+    def on_each(self, bundles: Sequence[int]) -> list[Any]:
+        return [self.on[bundle] for bundle in bundles]
+
 
 class RayTrainer:
     """Driver's handle on the trainer processes; implements `Trainer` and, for a colocated teacher, `Scorer`."""
@@ -199,7 +197,9 @@ class RayTrainer:
         self.in_order = threading.Lock()
         """Ranks meet in collectives: all of them must get the calls of two threads in the same order."""
         self.ranks = [
-            cluster.start(name, TrainerActor, setup, rank, bundle=bundle, share=share, environment=TRAINER_ENVIRONMENT)
+            cluster.start(
+                name, TrainerActor, setup, rank, bundles=[bundle], share=share, environment=TRAINER_ENVIRONMENT
+            )
             for rank, (name, bundle) in enumerate(zip(names("trainer", "rank", len(bundles)), bundles, strict=True))
         ]
         self.address = self.ranks[0].call("open_store").reference
@@ -277,7 +277,12 @@ class RayEngine:
     """Driver's handle on the engine processes, one a replica; implements `Engine`."""
 
     def __init__(
-        self, cluster: RayCluster, setup: EngineSetup, bundles: Sequence[int], share: float, role: str = "engine"
+        self,
+        cluster: RayCluster,
+        setup: EngineSetup,
+        bundles: Sequence[Sequence[int]],
+        share: float,
+        role: str = "engine",
     ) -> None:
         """
         Args:
@@ -285,11 +290,11 @@ class RayEngine:
             share: of a bundle.
             role: what messages call it.
         """
-        self.bundles = tuple(bundles)
+        self.bundles = tuple(tuple(of_one) for of_one in bundles)
         environment = engine_environment(cluster, setup.rollout.enforce_eager)
         self.replicas = [
-            cluster.start(name, EngineActor, setup, bundle=bundle, share=share, environment=environment)
-            for name, bundle in zip(names(role, "replica", len(bundles)), bundles, strict=True)
+            cluster.start(name, EngineActor, setup, bundles=of_one, share=share, environment=environment)
+            for name, of_one in zip(names(role, "replica", len(bundles)), self.bundles, strict=True)
         ]
         self.starting = self._all("ready")
 
@@ -298,13 +303,13 @@ class RayEngine:
         wait_for(self.starting, timeout_s)
 
     def update_weights(self, buckets: Iterable[Any]) -> RayFuture[int]:
-        """Every replica gets every bucket, as it is on its own device."""
+        """Every replica gets every bucket, as it is on each of its own devices."""
         loads = [self._all("begin_update")]
         for bucket in buckets:
             loads.append(
                 [
-                    replica.call("load", bucket.on[bundle] if isinstance(bucket, LentBucket) else bucket)
-                    for replica, bundle in zip(self.replicas, self.bundles, strict=True)
+                    replica.call("load", *(bucket.on_each(own) if isinstance(bucket, LentBucket) else [bucket]))
+                    for replica, own in zip(self.replicas, self.bundles, strict=True)
                 ]
             )
             if len(loads) > IN_FLIGHT:  # the object store holds a few buckets, not the model
@@ -328,10 +333,12 @@ class RayEngine:
 
     def connect(self, trainer: RayTrainer, timeout_s: float) -> None:
         """From here on weights are pushed: the buckets that the trainer hands over only say what comes."""
-        size = len(self.replicas) + 1
+        size = 1 + sum(map(len, self.bundles))
         calls = [trainer.ranks[0].call("open_channel", size)]
-        for rank, replica in enumerate(self.replicas, start=1):
+        rank = 1
+        for replica, own in zip(self.replicas, self.bundles, strict=True):
             calls.append(replica.call("join_channel", trainer.address, rank, size))
+            rank += len(own)
         wait_for(calls, timeout_s)
 
     def sleep(self) -> RayFuture[None]:

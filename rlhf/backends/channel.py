@@ -1,8 +1,8 @@
 """Weights pushed from a trainer to engines on other devices: one broadcast a bucket, past Ray and the driver.
 
 A process group of its own beside Megatron's and vLLM's, which it neither needs nor disturbs: rank 0 is the trainer's
-rank 0, the others are the engine replicas. Names and shapes go ahead through Ray (`Bucket`), so that every engine knows
-what to receive.
+rank 0, the others are the devices of the engines. Names and shapes go ahead through Ray (`Bucket`), so that every
+engine knows what to receive.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class WeightChannel:
         """
         Args:
             store: where the ends find each other.
-            rank: `TRAINER`, or an engine replica's number + 1.
-            size: engine replicas + 1.
+            rank: `TRAINER`, or the number of an engine's device + 1.
+            size: devices of engines + 1.
         """
         store = dist.PrefixStore("weights", store)
         if torch.cuda.is_available():

@@ -32,9 +32,13 @@ SLOT = "slot"
 GPU = "GPU"
 """Ray's own resource for GPUs; actors with a share of one see that one only."""
 
-WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-"""NVLink multicast is a state of the switch that all jobs of a host share, and a job that dies can leave it unusable; a
-bucket of weights doesn't need it. Whoever set these variables is asked instead."""
+WITHOUT_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
+"""NVLink multicast is a state of the switch that all jobs of a host share, and a job that dies can leave it unusable;
+neither a bucket of weights nor the hidden rows of a step need it. Whoever set these variables is asked instead."""
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -304,19 +308,51 @@ class RayCluster:
         return f" --resources='{{\"{SLOT}\": {bundles}}}'" if self.spec.device is Device.cpu else ""
 
     def start(
-        self, name: str, cls: type, *args: Any, bundle: int, share: float, environment: dict[str, str]
+        self, name: str, cls: type, *args: Any, bundles: Sequence[int], share: float, environment: dict[str, str]
     ) -> Process:
-        """`cls(*args)` as a Ray actor with a share of one device."""
-        device = {"resources": {SLOT: share}} if self.spec.device is Device.cpu else {"num_gpus": share}
-        actor = ray.remote(cls).options(
-            num_cpus=0,
-            **device,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
-            runtime_env={"env_vars": {**self.environment, **environment}},
-        )
-        process = Process(name, actor.remote(*args), self.processes)
+        """`cls(*args)` as a Ray actor with a share of one device, or of several of a node.
+
+        Args:
+            bundles: the actor runs on the first and sees the GPUs of all, in this order.
+
+        Raises:
+            ClusterError: they are on different nodes.
+        """
+        options = self._options(bundles[0], share, environment | self._devices_of(name, bundles, share))
+        process = Process(name, ray.remote(cls).options(**options).remote(*args), self.processes)
         self.processes.append(process)
         return process
+
+    def _options(self, bundle: int, share: float, environment: dict[str, str]) -> dict[str, Any]:
+        """Of an actor or a task with a share of a device."""
+        device = {"resources": {SLOT: share}} if self.spec.device is Device.cpu else {"num_gpus": share}
+        return {
+            "num_cpus": 0,
+            **device,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle),
+            "runtime_env": {"env_vars": {**self.environment, **environment}},
+        }
+
+    def _devices_of(self, name: str, bundles: Sequence[int], share: float) -> dict[str, str]:
+        """What shows an actor the GPUs of several bundles. Ray itself shows it those of its own bundle only, and tells
+        only whoever runs there which one that is."""
+        nodes = {self.nodes[bundle] for bundle in bundles}
+        if len(nodes) > 1:
+            raise ClusterError(
+                f"the {name} process needs {len(bundles)} devices of one node, and they lie on {len(nodes)} nodes; "
+                "lower its tensor_parallel to what divides the devices of each node"
+            )
+        if len(bundles) == 1 or self.spec.device is Device.cpu:
+            return {}
+        asked = [ray.remote(gpus_here).options(**self._options(bundle, share, {})).remote() for bundle in bundles]
+        try:
+            found = ray.get(asked, timeout=self.spec.start_timeout_s)
+        except RayError as error:
+            raise ClusterError(f"could not find the GPUs of the {name} process: {last_words(error)}") from error
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(gpu for gpus in found for gpu in gpus),
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # Ray would set it again
+        }
 
     def release(self) -> None:
         """Give the devices back, which ends the processes on them, and whoever waits for one of their answers fails.
@@ -345,6 +381,11 @@ def end_ray() -> None:
     helpers = raylet_processes()
     ray.shutdown()
     end(helpers)
+
+
+def gpus_here() -> list[str]:
+    """As a Ray task: names of its GPUs, as CUDA_VISIBLE_DEVICES takes them."""
+    return list(ray.get_runtime_context().get_accelerator_ids()[GPU])
 
 
 def check_answers(address: str) -> None:

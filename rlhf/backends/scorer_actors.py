@@ -53,7 +53,9 @@ class ScorerActor:
 class RayScorer:
     """Driver's handle on the replicas; implements `Scorer`."""
 
-    def __init__(self, cluster: RayCluster, setup: ScorerSetup, bundles: Sequence[int], share: float = 1.0) -> None:
+    def __init__(
+        self, cluster: RayCluster, setup: ScorerSetup, bundles: Sequence[Sequence[int]], share: float = 1.0
+    ) -> None:
         """
         Args:
             bundles: of each replica.
@@ -61,8 +63,8 @@ class RayScorer:
         """
         environment = engine_environment(cluster, setup.engine.enforce_eager)
         self.replicas = [
-            cluster.start(name, ScorerActor, setup, bundle=bundle, share=share, environment=environment)
-            for name, bundle in zip(names("teacher", "replica", len(bundles)), bundles, strict=True)
+            cluster.start(name, ScorerActor, setup, bundles=of_one, share=share, environment=environment)
+            for name, of_one in zip(names("teacher", "replica", len(bundles)), bundles, strict=True)
         ]
         self.starting = [replica.call("ready") for replica in self.replicas]
         self.begun: list[tuple[Call, list[int], int]] = []

@@ -78,8 +78,6 @@ def check(run: Run) -> None:
         f"train.gpus={run.train.gpus} train.tensor_parallel={run.train.tensor_parallel} make; use "
         f"eval.samples={run.train.data_parallel} or more, or eval.samples=0",
     )
-    if run.cluster.device is Device.cuda:
-        _check_replicas(run)
     if run.eval.samples == 0 and isinstance(run.data, RowsData):
         why = "with eval.samples=0 (no evaluation)"
         refuse_unused(run.data, "data", ("eval_path", "eval_split", "eval_function"), why, "use eval.samples=16")
@@ -104,17 +102,6 @@ def _check_environment(run: Run, environment: MultiTurn) -> None:
     if isinstance(run.algo, GKD):
         why = "with a teacher's divergence to learn from, where rewards are only logged"
         refuse_unused(environment, "environment", ("reward_weight",), why, "use algo=grpo")
-
-
-def _check_replicas(run: Run) -> None:
-    """A replica of vLLM is one actor. Ray shows it the GPU of its bundle, which roles may share: one."""
-    roles = {"rollout": run.engine, "teacher": run.teacher if isinstance(run.teacher, StandaloneTeacher) else None}
-    for group, spec in roles.items():
-        if spec is not None and spec.tensor_parallel > 1:
-            raise not_yet(
-                f"cluster.device=cuda with {group}.tensor_parallel={spec.tensor_parallel}",
-                f"{group}.tensor_parallel=1, which makes {group}.gpus={spec.gpus} as many replicas",
-            )
 
 
 def _check_responses(run: Run, algo: GKD) -> None:

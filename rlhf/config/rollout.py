@@ -22,7 +22,7 @@ class VllmRollout:
     gpus: int = 1
     """Devices of all replicas together."""
     tensor_parallel: int = 1
-    """Devices that share one replica; on CPU only, for now."""
+    """Devices that share one replica; they must be of one node."""
     dtype: DType = DType.float32
     """float32 | bfloat16: the engine's weights and activations."""
     max_new_tokens: int = 128

@@ -114,7 +114,7 @@ class StandaloneTeacher:
     gpus: int = 1
     """Devices of all replicas together, beside those of trainer and engine."""
     tensor_parallel: int = 1
-    """Devices that share one replica; on CPU only, for now."""
+    """Devices that share one replica; they must be of one node."""
     engine: TeacherEngine = field(default_factory=TeacherEngine)
     """vLLM."""
     generation: TeacherGeneration = field(default_factory=TeacherGeneration)

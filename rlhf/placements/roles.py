@@ -76,13 +76,13 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
             engine = RayEngine(
                 cluster,
                 engine_setup(run, inputs, run.engine, shared),
-                bundles=[bundle_of[devices[0]] for devices in layout.replicas],
+                bundles=[[bundle_of[device] for device in devices] for devices in layout.replicas],
                 share=share,
             )
         scorer: RayTrainer | RayScorer = trainer
         writer = None
         if isinstance(run.teacher, StandaloneTeacher):
-            bundles = [bundle_of[devices[0]] for devices in layout.teacher]
+            bundles = [[bundle_of[device] for device in devices] for devices in layout.teacher]
             part = 1.0 if run.writer is None else 0.5
             scorer = RayScorer(cluster, scorer_setup(run, inputs, run.teacher, objective), bundles, part)
             if run.writer is not None:

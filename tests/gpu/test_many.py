@@ -1,4 +1,4 @@
-"""Several GPUs: every layout trains as one GPU does. Needs two GPUs; about a minute a layout.
+"""Several GPUs: every layout trains as one GPU does. Needs two GPUs, or four; about a minute a layout.
 
 Each layout runs the command for three steps and writes its samples down. One process on one GPU, with the teacher
 beside the student, then takes the same steps on the same samples: the losses must be the same, whoever scored and
@@ -6,6 +6,7 @@ wherever the student's parts were. That the engines had the weights they should 
 and trainer agree about every token.
 
     python -m pytest -m gpu tests/gpu/test_many.py
+    python -m pytest -m gpu tests/gpu/test_many.py -k "not four"          # two GPUs
     python -m pytest -m gpu tests/gpu/test_many.py -k "separate or standalone"
 """
 
@@ -42,6 +43,20 @@ LAYOUTS = {
     "separate-ahead": ("bfloat16", TOP_K, [*SEPARATE, "placement.max_staleness=1"]),
     "standalone-topk": ("bfloat16", TOP_K, STANDALONE),
     "standalone-fullvocab": ("bfloat16", FULL, STANDALONE),
+    "colocate-tp2-engine-tp2": ("float32", TOP_K, [*TWO, "train.tensor_parallel=2", "rollout.tensor_parallel=2"]),
+    "colocate-dp2-engine-tp2": ("bfloat16", FULL, [*TWO, "rollout.tensor_parallel=2"]),
+}
+FOUR = ["train.gpus=4", "train.tensor_parallel=2", "rollout.gpus=4"]
+ENGINE_TP2 = ["rollout.gpus=2", "rollout.tensor_parallel=2"]
+LAYOUTS_OF_FOUR = {
+    "colocate-tp2-dp2": ("bfloat16", TOP_K, FOUR),
+    "colocate-tp2-dp2-fullvocab": ("float32", FULL, FOUR),
+    "separate-2+2": ("bfloat16", TOP_K, [*SEPARATE, "train.gpus=2", *ENGINE_TP2]),
+    "standalone-2+2": (
+        "bfloat16",
+        FULL,
+        [*TWO, "train.tensor_parallel=2", *STANDALONE, "teacher.gpus=2", "teacher.tensor_parallel=2"],
+    ),
 }
 """Name -> the trainer's number format, what is asked of the teacher, and who is where."""
 REPLAY = """
@@ -76,7 +91,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_as_one_gpu_does(name: str, world: list[str], tmp_path: Path) -> None:
-    dtype, distill, layout = LAYOUTS[name]
+    check_layout(name, LAYOUTS[name], world, tmp_path)
+
+
+@pytest.mark.parametrize("name", LAYOUTS_OF_FOUR)
+def test_four_gpus_train_as_one_does(name: str, world: list[str], tmp_path: Path) -> None:
+    check_layout(name, LAYOUTS_OF_FOUR[name], world, tmp_path)
+
+
+def check_layout(name: str, of_layout: tuple[str, list[str], list[str]], world: list[str], tmp_path: Path) -> None:
+    """Run it and compare with the replay of its samples."""
+    dtype, distill, layout = of_layout
     alone = [*world, f"train.dtype={dtype}", *distill]
     done = launch([*alone, *layout, f"run.name={name}"], tmp_path, timeout=500)
     print(done.stdout)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +64,7 @@ def two_devices() -> Iterator[RayCluster]:
 def ranks(two_devices: RayCluster) -> Iterator[list[Process]]:
     two_devices.processes.clear()
     ranks = [
-        two_devices.start(f"trainer rank {rank}", Worker, bundle=rank, share=0.5, environment={}) for rank in (0, 1)
+        two_devices.start(f"trainer rank {rank}", Worker, bundles=[rank], share=0.5, environment={}) for rank in (0, 1)
     ]
     wait_for([rank.call("work", 0) for rank in ranks])
     yield ranks
@@ -138,37 +141,83 @@ class ReceivingEngine:
     """Stands for an engine process: remembers what it was given."""
 
     def __init__(self, setup: Any) -> None:
-        self.loaded: list[tuple[int, int]] = []
+        self.loaded: list[tuple[tuple[int, int], ...]] = []
 
     def ready(self) -> None: ...
 
     def begin_update(self) -> None: ...
 
-    def load(self, bucket: tuple[int, int]) -> None:
-        self.loaded.append(bucket)
+    def load(self, *buckets: tuple[int, int]) -> None:
+        self.loaded.append(buckets)
 
-    def finish_update(self) -> list[tuple[int, int]]:
+    def finish_update(self) -> list[tuple[tuple[int, int], ...]]:
         return self.loaded
 
 
-@pytest.mark.parametrize("lends", [True, False])
-def test_a_replica_gets_what_was_lent_on_its_own_device(
-    two_devices: RayCluster, monkeypatch: pytest.MonkeyPatch, lends: bool
+@pytest.mark.parametrize(
+    ("lends", "replicas", "expected"),
+    [
+        (True, [[1], [0]], [[1], [0]]),
+        (False, [[1], [0]], [[0], [0]]),
+        (True, [[1, 0]], [[1, 0]]),
+        (False, [[1, 0]], [[0]]),
+    ],
+)
+def test_a_replica_gets_what_was_lent_on_its_own_devices(
+    two_devices: RayCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    lends: bool,
+    replicas: list[list[int]],
+    expected: list[list[int]],
 ) -> None:
-    """Replica 0 is where rank 1 is. Where nothing is lent, rank 0 hands out copies for all."""
+    """The first replica begins where rank 1 is. Where nothing is lent, rank 0 hands out copies for all."""
     monkeypatch.setattr(actors, "TrainerActor", LendingTrainer)
     monkeypatch.setattr(actors, "EngineActor", ReceivingEngine)
     two_devices.processes.clear()
     setup: Any = SimpleNamespace(train=Train(gpus=2), rollout=VllmRollout())
     try:
         trainer = actors.RayTrainer(two_devices, setup, bundles=[0, 1], share=0.5, lends=lends)
-        engine = actors.RayEngine(two_devices, setup, bundles=[1, 0], share=0.5)
+        engine = actors.RayEngine(two_devices, setup, bundles=replicas, share=0.5)
         calls = engine.update_weights(trainer.buckets("float32")).calls
-        loaded = wait_for(calls)[-2:]
-        assert loaded == [[(rank, number) for number in range(5)] for rank in ((1, 0) if lends else (0, 0))]
+        loaded = wait_for(calls)[-len(replicas) :]
+        assert loaded == [[tuple((rank, number) for rank in ranks) for number in range(5)] for ranks in expected]
     finally:
         for process in two_devices.processes:
             ray.kill(process.actor)
+
+
+class Seer:
+    def visible(self) -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+SEEN = """
+import ray
+from rlhf.backends.cluster import RayCluster, wait_for
+from rlhf.config.cluster import Cluster, Device
+from tests.integration.test_cluster import Seer
+
+ray.init(address="local", num_gpus=4, include_dashboard=False, log_to_driver=False)
+cluster = RayCluster(Cluster(device=Device.cuda), bundles=4)
+for bundles in ([2], [2, 3], [1, 0], [0]):
+    process = cluster.start("engine", Seer, bundles=bundles, share=0.5, environment={})
+    print("SEEN", *wait_for([process.call("visible")]))
+"""
+
+
+def test_a_replica_of_several_gpus_sees_them_all_in_its_order(tmp_path: Path) -> None:
+    """Ray counts GPUs that it is told of, so no card is needed."""
+    done = subprocess.run([sys.executable, "-c", SEEN], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    alone, pair, turned, first = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("SEEN")]
+    assert len(pair.split(",")) == len({*pair.split(","), *turned.split(",")}) - 2 == 2
+    assert pair.split(",")[0] == alone and turned.split(",")[1] == first
+
+
+def test_devices_of_a_replica_lie_on_one_node(two_devices: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two_devices, "nodes", ["a", "b"])
+    with pytest.raises(ClusterError, match=r"^the engine process needs 2 devices of one node, and they lie on 2 nodes"):
+        two_devices.start("engine", Seer, bundles=[0, 1], share=0.5, environment={})
 
 
 def test_too_few_devices_are_named_before_a_role_starts(two_devices: RayCluster) -> None:

@@ -48,7 +48,7 @@ def engine(cluster: RayCluster, folders: tuple[Path, Path]) -> RayEngine:
         seed=0,
         shares_device=True,
     )
-    engine = RayEngine(cluster, setup, bundles=[0], share=0.5)
+    engine = RayEngine(cluster, setup, bundles=[[0]], share=0.5)
     engine.ready(timeout_s=240)
     return engine
 
@@ -164,7 +164,7 @@ def test_a_teacher_writes_with_its_own_weights_and_in_the_students_vocabulary(
         fixed=True,
         vocab=200,
     )
-    writer = RayEngine(cluster, setup, bundles=[0], share=0.5, role="writing teacher")
+    writer = RayEngine(cluster, setup, bundles=[[0]], share=0.5, role="writing teacher")
     writer.ready(timeout_s=240)
     asked = replace(prompts(), tokens=prompts().tokens % 500)
     written = writer.generate(asked, version=0).result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from rlhf.backends.cluster import RayCluster
 from rlhf.backends.megatron.weights import Checkpoint
 from rlhf.backends.scorer_actors import RayScorer
 from rlhf.backends.vllm.setup import EngineSetup, ScorerSetup
+from rlhf.config.cluster import Cluster
 from rlhf.config.distill import Tail
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.teacher import TeacherEngine
@@ -24,6 +26,14 @@ from tests.integration.megatron import experience_of, random_sequences
 from tests.unit.tiny import save_tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    """Two devices, which a replica shares."""
+    cluster = RayCluster(Cluster(object_store_gb=1.0), bundles=2)
+    yield cluster
+    cluster.close()
 
 
 def test_an_engine_of_two_processes_takes_weights_and_generates(cluster: RayCluster, tmp_path: Path) -> None:
@@ -37,7 +47,7 @@ def test_an_engine_of_two_processes_takes_weights_and_generates(cluster: RayClus
         seed=0,
         shares_device=True,
     )
-    engine = RayEngine(cluster, setup, bundles=[0], share=0.5)
+    engine = RayEngine(cluster, setup, bundles=[[0, 1]], share=0.5)
     engine.ready(timeout_s=400)
     tokens = np.arange(10, 22, dtype=np.int32)
     asked = Prompts(np.arange(2), tokens, offsets_of([7, 5]), np.arange(2))
@@ -70,7 +80,7 @@ def test_a_teacher_of_two_processes_scores(cluster: RayCluster, tmp_path: Path) 
         seed=0,
         tensor_parallel=2,
     )
-    scorer = RayScorer(cluster, setup, bundles=[0], share=0.5)
+    scorer = RayScorer(cluster, setup, bundles=[[0, 1]], share=0.5)
     scorer.ready(timeout_s=400)
     sequences = random_sequences(500, [(4, 12), (7, 5)])
     (references,) = scorer.score(sequences, experience_of(sequences).minibatches).result()

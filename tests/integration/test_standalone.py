@@ -64,7 +64,7 @@ def scorer(cluster: RayCluster, pair: tuple[Path, Path]) -> RayScorer:
         vocab=AutoModelForCausalLM.from_pretrained(pair[1]).config.vocab_size,
         seed=0,
     )
-    scorer = RayScorer(cluster, setup, bundles=[0])
+    scorer = RayScorer(cluster, setup, bundles=[[0]])
     scorer.ready(timeout_s=240)
     return scorer
 

@@ -330,8 +330,6 @@ CONTRADICTIONS = {
     "train.gpus=2": "placement=colocate shares one set of devices: train.gpus=2 and rollout.gpus=1 must be equal; "
     "make them so, or use placement=separate",
     "train.gpus=3 train.tensor_parallel=2": "train.gpus=3 must be divisible by train.tensor_parallel=2",
-    "cluster.device=cuda train.gpus=2 rollout.gpus=2 rollout.tensor_parallel=2": "cluster.device=cuda with "
-    f"rollout.tensor_parallel=2 {NOT_YET} rollout.tensor_parallel=1, which makes rollout.gpus=2 as many replicas",
     "train.sequence_parallel=true": "train.sequence_parallel=true has no effect with train.tensor_parallel=1: no "
     "devices share a sequence; use train.tensor_parallel=2 with train.gpus=2, or train.sequence_parallel=null",
     "train.gpus=2 train.tensor_parallel=2 train.sequence_parallel=false": "train.padding_free=true with "
@@ -353,8 +351,6 @@ CONTRADICTIONS = {
     "teacher.gpus=2": "unknown key teacher.gpus with teacher=colocated; teacher=standalone has it",
     "teacher=standalone teacher.gpus=3 teacher.tensor_parallel=2": "teacher.gpus=3 must be divisible by "
     "teacher.tensor_parallel=2",
-    "cluster.device=cuda teacher=standalone teacher.gpus=2 teacher.tensor_parallel=2": "cluster.device=cuda with "
-    f"teacher.tensor_parallel=2 {NOT_YET} teacher.tensor_parallel=1, which makes teacher.gpus=2 as many replicas",
     "teacher=standalone teacher.gpus=0": "teacher.gpus must be at least 1, got 0",
     "teacher=standalone teacher.engine.kv_cache_gb=0": "teacher.engine.kv_cache_gb must be greater than 0, got 0.0",
     "teacher=standalone +teacher.engine.foo=1": "unknown key teacher.engine.foo; teacher.engine has dtype, "

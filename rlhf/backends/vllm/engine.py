@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,7 @@ import numpy as np
 from safetensors import safe_open
 
 from rlhf.assets import read_config, weight_files
-from rlhf.backends.channel import WeightChannel
 from rlhf.backends.vllm.setup import EngineSetup
-from rlhf.backends.weight_sync import received
 from rlhf.errors import StaleWeights
 from rlhf.types import Bucket, Prompts, Rollouts, Sequences
 
@@ -44,8 +42,6 @@ class VllmEngine:
         if setup.vocab is not None:
             rows = read_config(setup.model)["vocab_size"]
             self._forbidden = dict.fromkeys(range(setup.vocab, rows), NEVER)
-        self.channel: WeightChannel | None = None
-        """Where weights come from, if the trainer is on another device."""
         self.llm = LLM(
             model=str(setup.model),
             load_format="auto" if setup.fixed else "dummy",
@@ -71,20 +67,30 @@ class VllmEngine:
         self._missing = set(self._expected)
         self.llm.collective_rpc("rlhf_begin_update")
 
-    def load(self, bucket: Bucket) -> None:
+    def join_channel(self, address: tuple[str, int], rank: int, size: int) -> None:
+        """Take weights from the trainer's channel from here on.
+
+        Args:
+            address: of its store.
+            rank: in the channel, of the first of our devices.
+            size: of the channel.
+        """
+        self.llm.collective_rpc("rlhf_join_channel", args=(address, rank, size))
+
+    def load(self, buckets: Sequence[Bucket]) -> None:
         """Take a few weights over.
+
+        Args:
+            buckets: the same weights for each of our devices, or once for all.
 
         Raises:
             StaleWeights: buckets of different versions in one update.
         """
+        bucket = buckets[0]
         if self._arriving not in (None, bucket.version):
             raise StaleWeights(f"one update mixes weights of versions {self._arriving} and {bucket.version}")
         self._arriving = bucket.version
-        if self.channel is not None:
-            tensors = self.channel.receive(bucket.arrays, bucket.dtypes[0])
-        else:
-            tensors = [received(array, dtype) for array, dtype in zip(bucket.arrays, bucket.dtypes, strict=True)]
-        self.llm.collective_rpc("rlhf_load", args=(list(zip(bucket.names, tensors, strict=True)),))
+        self.llm.collective_rpc("rlhf_load", args=(buckets,))
         self._missing -= set(bucket.names)
 
     def finish_update(self) -> int:

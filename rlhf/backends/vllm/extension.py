@@ -6,9 +6,14 @@ The layerwise reload undoes and redoes that, on CPU and GPU. Covered by tests/in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from rlhf.backends.channel import WeightChannel
+from rlhf.backends.weight_sync import received
+from rlhf.types import Bucket
 
 
 class WeightUpdates:
@@ -17,6 +22,18 @@ class WeightUpdates:
     model_runner: Any
     model_config: Any
     vllm_config: Any
+    rank: int
+    rlhf_channel: WeightChannel | None = None
+    """Where weights come from, if the trainer is on another device."""
+
+    def rlhf_join_channel(self, address: tuple[str, int], first: int, size: int) -> None:
+        """
+        Args:
+            first: this replica's first rank in the channel.
+        """
+        from torch.distributed import TCPStore
+
+        self.rlhf_channel = WeightChannel(TCPStore(*address, size, is_master=False), first + self.rank, size)
 
     def rlhf_begin_update(self) -> None:
         from vllm.config import set_current_vllm_config
@@ -25,11 +42,20 @@ class WeightUpdates:
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.get_model())
 
-    def rlhf_load(self, named_tensors: list[tuple[str, Any]]) -> None:
+    def rlhf_load(self, buckets: Sequence[Bucket]) -> None:
+        """
+        Args:
+            buckets: one for each rank, in GPU memory that only this one can open; or one for all.
+        """
         from vllm.config import set_current_vllm_config
 
+        bucket = buckets[self.rank] if len(buckets) > 1 else buckets[0]
+        if self.rlhf_channel is not None:
+            tensors = self.rlhf_channel.receive(bucket.arrays, bucket.dtypes[0])
+        else:
+            tensors = [received(array, dtype) for array, dtype in zip(bucket.arrays, bucket.dtypes, strict=True)]
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.get_model().load_weights(iter(named_tensors))
+            self.model_runner.get_model().load_weights(zip(bucket.names, tensors, strict=True))
 
     def rlhf_finish_update(self) -> None:
         from vllm.config import set_current_vllm_config
