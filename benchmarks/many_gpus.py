@@ -48,7 +48,7 @@ LAYOUTS = {
     "tp2": [*TOP_K, *TWO, "train.tensor_parallel=2"],
     "dp2": [*TOP_K, *TWO],
     "separate": [*TOP_K, "placement=separate"],
-    "separate_4b": [*TOP_K, "placement=separate"],
+    "separate_4b": [*TOP_K, "placement=separate", "train.micro_batch_tokens=4096"],
     "ahead": [*TOP_K, "placement=separate", "placement.max_staleness=1"],
     "standalone_topk": [*TOP_K, *STANDALONE],
     "standalone_fullvocab": ["distill=fullvocab", *STANDALONE],
@@ -102,7 +102,9 @@ def measure(run_dir: Path, student_bytes: int) -> dict[str, float]:
 def run_layout(name: str, models: list[str], steps: int, student_bytes: int) -> dict[str, float]:
     """One run of the command, in a folder that is deleted afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "rlhf.launch", *JOB, *models, *LAYOUTS[name], f"run.steps={steps}"]
+        of_layout = [key.partition("=")[0] for key in LAYOUTS[name]]
+        job = [given for given in JOB if given.partition("=")[0] not in of_layout]
+        command = [sys.executable, "-m", "rlhf.launch", *job, *models, *LAYOUTS[name], f"run.steps={steps}"]
         done = subprocess.run([*command, f"run.name={name}"], cwd=folder, capture_output=True, text=True)
         print(done.stdout[-3000:], flush=True)
         if done.returncode:

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from rlhf.report.summary import read as read_summary
+from tests.gpu.world import world_of
 from tests.integration.runs import launch, metrics_of, role_processes, start, wait_for_step
-from tests.unit.tiny import save_tiny_llama
 
 pytestmark = pytest.mark.gpu
 
@@ -71,22 +71,7 @@ print("LOSSES", json.dumps(replayed_losses(Path(sys.argv[1]), overrides, DType[s
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A student and another teacher, small, but with heads and layers enough to be split."""
-    folder = tmp_path_factory.mktemp("world")
-    shape = dict(hidden=512, heads=8, kv_heads=2, intermediate=1024)
-    student = save_tiny_llama(folder / "student", tied=True, layers=4, seed=1, **shape)
-    teacher = save_tiny_llama(folder / "teacher", layers=6, seed=2, **shape)
-    rows = [
-        {"prompt": f"how many boxes make {i} boxes", "response": f"the answer is {i} and no other"} for i in range(40)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        *("model=hf", f"model.path={student}", f"teacher.model={teacher}"),
-        *("data=file", f"data.path={folder / 'rows.jsonl'}", "data.max_length=64"),
-        *("rollout.max_new_tokens=32", "rollout.dtype=bfloat16", "rollout.kv_cache_gb=1", "logger.rollouts=true"),
-        *("train.global_batch_samples=8", "train.micro_batch_tokens=512", "train.lr=1e-4", "eval.samples=4"),
-        *("cluster.device=cuda", f"run.steps={STEPS}", "run.seed=3"),
-    ]
+    return world_of(tmp_path_factory.mktemp("world"), STEPS)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
