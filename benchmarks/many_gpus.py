@@ -8,8 +8,8 @@ Qwen3-0.6B's and Qwen3-4B's shapes with random weights, and the tokenizer of Smo
 checkpoints, the model has rows for more). Random weights are as fast as trained ones. What they learn means nothing,
 but the same losses on every layout do. Responses have their full length, since nothing makes a random model stop.
 
-The record is benchmarks/results/many_gpus.json. Seconds, and tokens a second, are means over the steps after the
-warm-up (the first `WARM_UP` steps).
+The record is benchmarks/results/many_gpus.json, with the number of `steps` of each layout. Seconds, and tokens a
+second, are means over the steps after the warm-up (the first `WARM_UP` steps).
 """
 
 from __future__ import annotations
@@ -105,8 +105,7 @@ def run_layout(name: str, models: list[str], steps: int, student_bytes: int) -> 
         of_layout = [key.partition("=")[0] for key in LAYOUTS[name]]
         job = [given for given in JOB if given.partition("=")[0] not in of_layout]
         command = [sys.executable, "-m", "rlhf.launch", *job, *models, *LAYOUTS[name], f"run.steps={steps}"]
-        done = subprocess.run([*command, f"run.name={name}"], cwd=folder, capture_output=True, text=True)
-        print(done.stdout[-3000:], flush=True)
+        done = subprocess.run([*command, f"run.name={name}"], cwd=folder, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise SystemExit(f"layout {name}: {done.stderr[-3000:]}")
         return measure(Path(folder) / "outputs" / name, student_bytes)
@@ -138,8 +137,8 @@ def main() -> None:
         student_bytes = sum(file.stat().st_size for file in learner.glob("*.safetensors"))
         numbers = run_layout(name, models, arguments.steps, student_bytes)
         metrics = {key: value for key, value in metrics.items() if not key.startswith(f"{name}/")}
-        metrics |= {f"{name}/{key}": value for key, value in numbers.items()}
-        command = f"python -m benchmarks.many_gpus FOLDER --steps {arguments.steps}"
+        metrics |= {f"{name}/{key}": value for key, value in (numbers | {"steps": arguments.steps}).items()}
+        command = "python -m benchmarks.many_gpus FOLDER --layouts LAYOUT --steps STEPS"
         packages = ("torch", "vllm", "ray", "megatron-core", "transformers")
         write_record("many_gpus", command, metrics, packages, arguments.out, device_name(count=True))
         print(f"{name}: {json.dumps(numbers)}", flush=True)
