@@ -191,7 +191,7 @@ def describe(run: Run, inputs: Inputs, shared: bool) -> list[str]:
     engine = f"engine: none, responses are the {whose}'s; so there is no sample to show"
     if run.engine is not None:
         its = f"the same {run.engine.gpus} x {kind}" if shared else f"{run.engine.gpus} x {kind} of its own{ahead}"
-        engine = f"engine: {its}, vLLM, {run.engine.dtype.value}"
+        engine = f"engine: {its}{of_replicas(run.engine)}, vLLM, {run.engine.dtype.value}"
     return [
         f"trainer: {run.train.gpus} x {kind}{shared_by(run.train)}, Megatron-core, {run.train.dtype.value}, student "
         f"{run.model.path}{without}{describe_adapter(inputs)}; weights, gradients and optimizer states: "
@@ -225,7 +225,8 @@ def describe_teacher(
     if isinstance(teacher, NoTeacher):
         return "none"
     if isinstance(teacher, StandaloneTeacher):
-        return f"{teacher.model}, {teacher.gpus} x {kind} of its own, vLLM, {teacher.engine.dtype.value}"
+        its = f"{teacher.gpus} x {kind} of its own{of_replicas(teacher)}"
+        return f"{teacher.model}, {its}, vLLM, {teacher.engine.dtype.value}"
     if isinstance(teacher, ColocatedTeacher) and is_base:
         whose = f"{teacher.model}, the student without its adapter"
     elif isinstance(teacher, ColocatedTeacher):
@@ -237,6 +238,11 @@ def describe_teacher(
     else:
         whose = f"a moving average of the student (decay {teacher.ema_decay:g})"
     return f"{whose}, in the trainer's processes"
+
+
+def of_replicas(spec: VllmRollout | StandaloneTeacher) -> str:
+    """How several devices make replicas of vLLM; empty for one each."""
+    return f" (tensor parallel {spec.tensor_parallel})" if spec.tensor_parallel > 1 else ""
 
 
 def shared_by(train: Train) -> str:

@@ -21,8 +21,10 @@ from rlhf.config.distill import Tail
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.teacher import TeacherEngine
 from rlhf.distill.topk import TopKDistill
+from rlhf.report.summary import read as read_summary
 from rlhf.types import Bucket, Prompts, offsets_of
 from tests.integration.megatron import experience_of, random_sequences
+from tests.integration.runs import launch, metrics_of, tiny_world
 from tests.unit.tiny import save_tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -92,3 +94,15 @@ def test_a_teacher_of_two_processes_scores(cluster: RayCluster, tmp_path: Path) 
         expected = every[int(length) - 1 : len(tokens) - 1].topk(8).values
         torch.testing.assert_close(found[int(sample_id)].logprobs, expected, rtol=1e-4, atol=1e-4)
     ray.kill(scorer.replicas[0].actor)
+
+
+def test_weights_are_pushed_to_both_processes_of_an_engine(tmp_path: Path) -> None:
+    """A high learning rate: sampler and trainer wouldn't agree about a token if a part of the weights were old."""
+    layout = ["placement=separate", "rollout.gpus=2", "rollout.tensor_parallel=2", "train.lr=1e-2", "run.steps=3"]
+    done = launch([*tiny_world(tmp_path, kv_heads=2), *layout, "run.name=pushed"], tmp_path, timeout=500)
+    assert done.returncode == 0, done.stderr
+    metrics = metrics_of(tmp_path / "outputs" / "pushed")
+    assert max(metrics[step]["rollout/logprob_gap_max"] for step in (1, 2, 3)) < 1e-4
+    assert metrics[3]["eval/forward_kl"] != pytest.approx(metrics[0]["eval/forward_kl"], rel=0.01)
+    roles = read_summary(tmp_path / "outputs" / "pushed").roles
+    assert roles[-1] == "engine: 2 x cpu of its own (tensor parallel 2), vLLM, float32"
