@@ -119,6 +119,7 @@ def train(
     bad_rows = BadRowList(folder / BAD_ROWS, log, len(inputs.dataset.bad_rows))
     rewarder = build_rewarder(run, inputs)
     conversations = build_conversations(run, inputs)
+    starting = time.perf_counter()
     users: list[Rewarder | Environments] = [] if rewarder is None else [rewarder]
     users += [] if conversations is None else [conversations.environments]
     try:
@@ -169,6 +170,7 @@ def train(
         directory=folder,
         steps=inputs.steps,
         seconds=progress.seconds,
+        start_seconds=started - starting,
         phases=log.seconds,
         eval_before=evaluator.results.get(0, {}),
         eval_after=evaluator.results.get(inputs.steps, {}),

@@ -26,6 +26,8 @@ FILES = {
     "curves": "curves.svg",
 }
 """What a run may have left beside it, as the summary lists it."""
+JUDGED_BY = {"eval/forward_kl": "forward KL", "eval/reward": "reward"}
+"""What a checkpoint may be the best by, and its name."""
 SAMPLE_LINES = 6
 """A completion is shown up to here."""
 PHASES = ("rollout", "reward", "score", "train", "sync")
@@ -49,6 +51,8 @@ class RunSummary:
     steps: int
     seconds: float
     """Wall clock, from the first evaluation to the last."""
+    start_seconds: float = 0.0
+    """Before that: Ray and the roles were started, models loaded; 0: not known."""
     phases: Metrics = field(default_factory=dict)
     """Seconds by phase over all steps, as `MetricLog.seconds` has them: `step` is the sum, the others are its parts."""
     eval_before: Metrics = field(default_factory=dict)
@@ -114,7 +118,8 @@ def show(summary: RunSummary, console: rich.console.Console) -> None:
     in_steps = summary.phases.get("step", summary.seconds)
     pace = f", {in_steps / summary.steps:.1f} s a step" if summary.steps else ""
     resumed = f", resumed from step {summary.resumed_from}" if summary.resumed_from is not None else ""
-    headline = f"Run {summary.name}: {summary.steps} steps in {_duration(summary.seconds)}{pace}{resumed}"
+    start = f", after {_duration(summary.start_seconds)} to start" if summary.start_seconds else ""
+    headline = f"Run {summary.name}: {summary.steps} steps in {_duration(summary.seconds)}{pace}{start}{resumed}"
     console.print(Text(headline, style="bold"), soft_wrap=True)
     if summary.eval_before or summary.eval_after:
         measured = {**summary.eval_before, **summary.eval_after}
@@ -189,18 +194,11 @@ def _phases(summary: RunSummary) -> Table:
 def _files(summary: RunSummary) -> Iterator[tuple[str, str]]:
     run_dir = Path(summary.directory)
     yield "run", shown_path(run_dir)
-    names = {
-        "metrics": "metrics.jsonl",
-        "rollouts": "rollouts.jsonl",
-        "tensorboard": "tensorboard",
-        "wandb": "wandb",
-        "curves": "curves.svg",
-    }
-    yield from ((title, shown_path(run_dir / name)) for title, name in names.items() if (run_dir / name).exists())
+    yield from ((title, shown_path(run_dir / name)) for title, name in FILES.items() if (run_dir / name).exists())
     yield from (("checkpoint", shown_path(Path(path))) for path in summary.saved)
     if summary.best:
-        noted = f"step {summary.best['step']}, forward KL {_number(summary.best['eval/forward_kl'])}"
-        yield "best", f"{shown_path(Path(summary.best['path']))} ({noted})"
+        (noted,) = (f"{title} {_number(summary.best[key])}" for key, title in JUDGED_BY.items() if key in summary.best)
+        yield "best", f"{shown_path(Path(summary.best['path']))} (step {summary.best['step']}, {noted})"
     if summary.checkpoint:
         yield "final", shown_path(Path(summary.checkpoint))
         if (adapter := Path(summary.checkpoint) / "adapter").exists():

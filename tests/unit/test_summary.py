@@ -71,11 +71,15 @@ def test_a_resumed_run_says_so_and_the_best_checkpoint_is_listed(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     summary = summary_of(tmp_path)
     summary.resumed_from = 2
-    summary.best = {"path": str(tmp_path / "checkpoints" / "best"), "step": 4, "eval/forward_kl": 0.35}
-    write(summary, tmp_path)
-    lines = shown(read(tmp_path))
-    assert lines[1] == "Run gkd_small: 6 steps in 3 min 12 s, 30.0 s a step, resumed from step 2"
-    assert "  best         checkpoints/best (step 4, forward KL 0.3500)" in lines
+    summary.start_seconds = 61.0
+    for key, noted in (("eval/forward_kl", "forward KL"), ("eval/reward", "reward")):
+        summary.best = {"path": str(tmp_path / "checkpoints" / "best"), "step": 4, key: 0.35}
+        write(summary, tmp_path)
+        lines = shown(read(tmp_path))
+        assert lines[1] == (
+            "Run gkd_small: 6 steps in 3 min 12 s, 30.0 s a step, after 1 min 1 s to start, resumed from step 2"
+        )
+        assert f"  best         checkpoints/best (step 4, {noted} 0.3500)" in lines
 
 
 def test_shown_at_80_columns(tmp_path, monkeypatch):
