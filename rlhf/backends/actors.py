@@ -14,7 +14,8 @@ import numpy as np
 import ray
 from jaxtyping import Float32
 
-from rlhf.backends.cluster import Call, RayCluster, RayFuture, arrivals, iterate, wait_for
+from rlhf.backends.calls import Call, RayFuture, arrivals, iterate, wait_for
+from rlhf.backends.cluster import RayCluster
 from rlhf.backends.megatron.setup import TrainerSetup
 from rlhf.backends.vllm.setup import EngineSetup
 from rlhf.config.cluster import Device

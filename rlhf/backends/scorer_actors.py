@@ -11,7 +11,8 @@ import ray
 from jaxtyping import Float32
 
 from rlhf.backends.actors import engine_environment, names
-from rlhf.backends.cluster import Call, RayCluster, RayFuture, wait_for
+from rlhf.backends.calls import Call, RayFuture, wait_for
+from rlhf.backends.cluster import RayCluster
 from rlhf.backends.scores import PackedScores
 from rlhf.backends.vllm.setup import ScorerSetup
 from rlhf.batching import spread

@@ -15,8 +15,9 @@ import pytest
 import ray
 
 from rlhf.backends import actors
-from rlhf.backends import cluster as module
-from rlhf.backends.cluster import Process, RayCluster, iterate, threads_each, wait_for
+from rlhf.backends import calls as module
+from rlhf.backends.calls import Process, iterate, wait_for
+from rlhf.backends.cluster import RayCluster, threads_each
 from rlhf.config.cluster import Cluster
 from rlhf.config.rollout import VllmRollout
 from rlhf.config.train import Train
@@ -193,7 +194,8 @@ class Seer:
 
 SEEN = """
 import ray
-from rlhf.backends.cluster import RayCluster, wait_for
+from rlhf.backends.calls import wait_for
+from rlhf.backends.cluster import RayCluster
 from rlhf.config.cluster import Cluster, Device
 from tests.integration.test_cluster import Seer
 

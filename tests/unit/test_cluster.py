@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.backends.cluster import last_words, remedy
+from rlhf.backends.calls import last_words
+from rlhf.backends.cluster import remedy
 
 
 def test_a_home_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
