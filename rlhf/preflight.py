@@ -13,10 +13,9 @@ from rlhf.backends.megatron.adapters import Adapter
 from rlhf.backends.megatron.architecture import Architecture, refuse_unknown_fields
 from rlhf.backends.megatron.tensors import check_weights
 from rlhf.batching import steps_of
-from rlhf.config.algo import GKD, GRPO
-from rlhf.config.checks import check_schedule, left_by_lmbda, said_of
+from rlhf.config.algo import GRPO
+from rlhf.config.checks import check_schedule, said_of
 from rlhf.config.cluster import Device
-from rlhf.config.data import FileData, HubData, PluginData
 from rlhf.config.distill import FullVocab, TopK
 from rlhf.config.environment import MultiTurn
 from rlhf.config.reward import FunctionReward
@@ -26,6 +25,7 @@ from rlhf.data.dataset import Dataset, load
 from rlhf.data.rows import Needs
 from rlhf.data.turns import TurnMarkup, find_markup
 from rlhf.distill.user_loss import UserLoss
+from rlhf.doubts import doubts
 from rlhf.environments.pool import check as check_environment
 from rlhf.errors import ConfigError, ModelError
 from rlhf.memory import check_cache, check_memory, longest_sample
@@ -117,11 +117,6 @@ def check_inputs(run: Run) -> Inputs:
         if loss is not None:
             loss.check()
     warnings: list[str] = []
-    if _is_taught_by_itself(run, student, teacher, dataset):
-        warnings.append(
-            f"teacher.model={run.teacher.model} is the student itself ({name}): their divergence is zero from the "
-            "start, and training can only raise it"
-        )
     if isinstance(run.reward, FunctionReward):
         warnings += check_reward_functions(run.reward, dataset, run.plugins)
     if isinstance(run.environment, MultiTurn):
@@ -133,7 +128,7 @@ def check_inputs(run: Run) -> Inputs:
             "eval.accuracy=null"
         )
     steps = _steps(run, dataset)
-    warnings += without_effect(run, steps, dataset) + mostly_held_out(run, dataset)
+    warnings += doubts(run, student, teacher, steps, dataset)
     return Inputs(
         student,
         teacher,
@@ -179,48 +174,6 @@ def _steps(run: Run, dataset: Dataset) -> int:
         raise ConfigError(f"{said}: more than {MOST_STEPS}; lower run.epochs")
     check_schedule(run.train, steps * run.updates_per_step, said_of(run, said))
     return steps
-
-
-def without_effect(run: Run, steps: int, dataset: Dataset) -> list[str]:
-    """Keys that were set and change nothing, a line each. Warnings, no refusals: a recipe may have set them, or they
-    are for other jobs of a sweep, or for rows to come.
-
-    Args:
-        steps: of the run.
-    """
-    by_lmbda = left_by_lmbda(run)
-    found = [] if by_lmbda is None else [by_lmbda]
-    if run.eval.every > steps:
-        length = f"run.steps={steps}" if run.run.epochs is None else f"the {steps} steps of run.epochs={run.run.epochs}"
-        found.append(
-            f"eval.every={run.eval.every} is more than {length}: nothing is evaluated on the way; use a smaller one, "
-            "or eval.every=0"
-        )
-    privileged = dataset.statistics.get("data/teacher_prompt_rows") != 0 or dataset.held_out.teacher_lengths.any()
-    if run.data.max_teacher_length is not None and not privileged:
-        found.append(
-            f"data.max_teacher_length={run.data.max_teacher_length} has no effect, since no row has a teacher_prompt; "
-            "use data.preprocessor=opsd_reference_solution (or your own), or leave data.max_teacher_length=null"
-        )
-    return found
-
-
-def mostly_held_out(run: Run, dataset: Dataset) -> list[str]:
-    """A warning where more rows are held out of a source than are left of it to train on."""
-    own = {FileData: "eval_path", HubData: "eval_split", PluginData: "eval_function"}.get(type(run.data))
-    held_out, left = len(dataset.held_out), dataset.train_rows
-    if own is None or getattr(run.data, own) is not None or left is None or held_out <= left:
-        return []
-    return [
-        f"eval.samples={run.eval.samples} holds out {held_out} of {held_out + left} rows and leaves {left} to train "
-        f"on; use a smaller eval.samples, or held-out rows of their own (data.{own})"
-    ]
-
-
-def _is_taught_by_itself(run: Run, student: Path, teacher: Path | None, dataset: Dataset) -> bool:
-    """Whether teacher and student are the same model and read the same."""
-    same = teacher == student and not run.model.drop_layers and run.model.lora.path is None
-    return same and isinstance(run.algo, GKD) and dataset.statistics.get("data/teacher_prompt_rows") == 0
 
 
 def check_lesson(run: Run, statistics: Metrics) -> None:
