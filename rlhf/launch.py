@@ -3,6 +3,12 @@ explains."""
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Until `watch`: Python would say with a traceback what it was importing.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import contextlib
 import gc
 import io

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhf.processes import adopt_orphans, end_children
+from rlhf.processes import adopt_orphans, end_children, scratch_of
 
 HARNESS = Path(__file__).with_name("harness.py")
 CHUNK = 1 << 16
@@ -55,7 +55,7 @@ def passed(program: str, tests: list[str], limits: Limits) -> int:
     adopt_orphans()
     others = psutil.Process().children(recursive=True)
     secret = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="rlhf_code_", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix=scratch_of(os.getpid()), ignore_cleanup_errors=True) as folder:
         reading, writing = os.pipe()
         with Reports(reading, secret) as reports:
             process = subprocess.Popen(
