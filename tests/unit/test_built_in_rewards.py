@@ -252,3 +252,7 @@ def test_shares_and_rows_without_tests() -> None:
     assert rewards("code", [half], {"partial": True, "column": "checks"}, checks=[TESTS]) == [0.5]
     with pytest.raises(ValueError, match="cpu_s=0 must be greater than 0"):
         FACTORIES["code"](cpu_s=0)
+    with pytest.raises(ValueError, match=r"memory_mb=1000000000000 must be greater than 0 and at most 1000000000$"):
+        FACTORIES["code"](memory_mb=10**12)
+    most = Limits(timeout_s=30, cpu_s=10**9, memory_mb=10**9)
+    assert passed("x = 1", ["assert x == 1"], most) == 1, "limits that the kernel takes"

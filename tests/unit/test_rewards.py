@@ -316,6 +316,10 @@ def test_a_failure_names_the_function_and_the_row(name: str, message: str, file:
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
+def test_the_longest_limit_can_be_waited_for(file: Path) -> None:
+    assert scored(["a"], functions=[f"{file}:lengths"], timeout_s=1e6).total.tolist() == [1]
+
+
 def test_numpy_results_are_numbers(file: Path) -> None:
     assert scored(["good", "bad"], functions=[f"{file}:arrays"]).total.tolist() == [0, 1]
 
@@ -600,6 +604,7 @@ def test_columns_may_not_have_the_names_of_what_functions_get() -> None:
         (dict(functions=["a"], weights=[0.0]), "not all 0"),
         (dict(functions=["a"], options={"a": 1}), r"reward\.options\.a=1 must be a section"),
         (dict(functions=["a"], timeout_s=0), r"reward\.timeout_s must be greater than 0"),
+        (dict(functions=["a"], timeout_s=1e9), r"reward\.timeout_s=1e\+09 is more than 1e\+06 seconds; use 1e\+06"),
         (dict(functions=["a"], chunk_rows=0), r"reward\.chunk_rows must be at least 1"),
         (dict(functions=["a"], processes=0), r"reward\.processes must be at least 1"),
     ],
