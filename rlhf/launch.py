@@ -9,6 +9,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     # Until `watch`: Python would say with a traceback what it was importing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import atexit
 import contextlib
 import gc
 import io
@@ -17,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 import rich.console
@@ -132,5 +134,22 @@ def main() -> None:
         sys.exit(1)
 
 
+def leave(code: int) -> NoReturn:
+    """End this process without the exit handlers of C++. Where a run was stopped, or failed, in a call of Ray (2.60),
+    they take its connections apart while its threads still use them: now and then a segmentation fault, whose exit code
+    would take the place of ours."""
+    with unstoppable():
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as ended:
+        if "ray" in sys.modules and isinstance(ended.code, int):
+            leave(ended.code)
+        raise

@@ -93,3 +93,17 @@ def test_ctrl_c_while_the_command_is_imported_is_no_traceback(tmp_path: Path) ->
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
         assert (process.returncode, out, err) == (-signal.SIGINT, "", "")
+
+
+def test_a_library_that_crashes_at_the_exit_does_not_change_the_exit_code() -> None:
+    """As Ray's threads may, where a run was stopped in a call of Ray."""
+    crash = (
+        "import ctypes, runpy, sys, types\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)\n"
+        "sys.modules['ray'] = types.ModuleType('ray')\n"
+        "sys.argv = ['launch', 'run.steps=0']\n"
+        "runpy.run_module('rlhf.launch', run_name='__main__')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", crash], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "") and ended.stderr.startswith("error: run.steps must be in")
