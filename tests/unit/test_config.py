@@ -666,6 +666,7 @@ MISTAKES = {
     "run.dir=${nope:1}": "run.dir: Unsupported interpolation type nope",
     # the command line itself
     "algo.beta=0 algo.beta=1": "algo.beta is given twice, algo.beta=0 and algo.beta=1; keep one",
+    "hydra.sweep.dir=x": "hydra.sweep.dir=x is for a sweep, and has no effect without -m; add -m, or leave it out",
     "algo=gkd +algo=grpo": "algo is given twice, algo=gkd and algo=grpo; keep one",
     "--learning_rate 1e-5": "unrecognized arguments: --learning_rate; --learning_rate: here it is train.lr=1e-5 "
     "(see --help; options such as -m come first, and keys have no dashes: KEY=VALUE)",
@@ -696,6 +697,11 @@ def test_options_of_other_trainers_are_translated() -> None:
 
 def test_giving_the_same_value_twice_is_no_contradiction() -> None:
     check_arguments(["algo.beta=0", "algo.beta=0", "-m", "--cfg", "job"])
+
+
+def test_keys_of_a_sweep_go_with_one() -> None:
+    check_arguments(["-m", "hydra.sweep.dir=x"])
+    check_arguments(["hydra.sweep.dir=x", "hydra.mode=MULTIRUN"])
 
 
 def test_bugs_are_not_explained_away() -> None:
