@@ -30,7 +30,7 @@ from rlhf.backends.keep import end_kept_ray
 from rlhf.config.about import about, words_of
 from rlhf.config.arguments import check_arguments, check_folders, check_resume
 from rlhf.config.compose import to_run
-from rlhf.config.messages import explain, interrupted
+from rlhf.config.messages import explain, interrupted, words_of_stop
 from rlhf.config.registry import PROJECT_ROOT, register
 from rlhf.stopping import Stopped, exit_code, unstoppable, watch
 from rlhf.sweep import Job, failures
@@ -123,7 +123,8 @@ def main() -> None:
             if line := failures(jobs):
                 print(f"error: {line}", file=sys.stderr)
     except KeyboardInterrupt as stop:
-        print(f"warning: {str(stop) or 'interrupted; nothing was started'}", file=sys.stderr)
+        otherwise = "interrupted" if jobs else "interrupted; nothing was started"
+        print(f"warning: {words_of_stop(stop) or otherwise}", file=sys.stderr)
         sys.exit(exit_code())
     except BrokenPipeError:  # `--help | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,8 +15,8 @@ from rlhf.errors import ConfigError
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Refuse options Hydra doesn't have, keys that are given two values, of which one would be ignored, those of a sweep
-    without one, and parts of recipes instead of recipes.
+    """Refuse options Hydra doesn't have, keys that are given two values, of which one would be ignored, those of a
+    sweep without one, and parts of recipes instead of recipes.
 
     Raises:
         ConfigError: in one line.

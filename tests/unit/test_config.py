@@ -35,6 +35,7 @@ from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Eval, Run
 from rlhf.config.train import Train
 from rlhf.errors import ConfigError, ModelError
+from rlhf.stopping import Stopped
 
 CONF = PROJECT_ROOT / "conf"
 RECIPES = sorted(path.stem for path in (PROJECT_ROOT / "recipes").glob("*.yaml"))
@@ -806,6 +807,33 @@ def test_ray_outlives_the_jobs_of_a_sweep_and_nothing_else(
     assert launched(monkeypatch, "-m", "algo.beta=0,1,0.5", "hydra.sweep.dir=two") == 130 and not KEEPER.keeping
     assert launched(monkeypatch, "algo.beta=0") == 0 and not KEEPER.keeping
     assert seen == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("saved", "arguments", "said"),
+    [
+        ("interrupted; saved: step_1", [], "interrupted; saved: step_1"),
+        ("", [], "interrupted; nothing was started"),
+        ("", ["-m", "algo.beta=0,1"], "interrupted"),
+    ],
+)
+def test_a_second_signal_does_not_hide_what_was_saved(
+    saved: str,
+    arguments: list[str],
+    said: str,
+    executed: list[Run],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def execute(run: Run, config: object, sweep: bool) -> None:
+        try:
+            raise Stopped(saved)
+        finally:
+            raise Stopped  # e.g. while loggers are closed
+
+    monkeypatch.setattr(sys.modules["rlhf.execute"], "execute", execute)
+    assert launched(monkeypatch, *arguments) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == f"warning: {said}"
 
 
 def test_a_sweep_that_works(executed: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
