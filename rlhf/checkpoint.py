@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf import training_state
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, one_line
 from rlhf.roles.protocols import Trainer
 from rlhf.training_state import TrainingState
 from rlhf.types import Metrics
@@ -92,8 +92,7 @@ class Checkpoints:
 
     def best(self) -> dict[str, Any] | None:
         """What is noted in the best checkpoint; None while there is none."""
-        path = self.folder / BEST / BEST_FILE
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return best_of(self.folder)
 
     def on_disk(self) -> list[Path]:
         """The complete ones, oldest first. More than `saved` knows of, if a save was interrupted at its very end."""
@@ -161,7 +160,9 @@ class Checkpoints:
             yield unfinished
             put(unfinished, self.folder / name)
         except OSError as error:
-            raise CheckpointError(f"the checkpoint {self.folder / name} can't be written: {error.strerror}") from error
+            raise CheckpointError(
+                f"the checkpoint {self.folder / name} can't be written: {error.strerror or one_line(error)}"
+            ) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -180,6 +181,22 @@ class Checkpoints:
             steps[step].rename(unfinished)
             shutil.rmtree(unfinished)
             self.saved = [path for path in self.saved if path != steps[step]]
+
+
+def best_of(checkpoints: Path) -> dict[str, Any] | None:
+    """What is noted in the best checkpoint; None while there is none.
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    path = checkpoints / BEST / BEST_FILE
+    if not path.is_file():
+        return None
+    try:
+        noted = json.loads(path.read_text(encoding="utf-8"))
+        return {"step": int(noted["step"]), **noted}
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}); delete its checkpoint to go on") from error
 
 
 def put(folder: Path, place: Path) -> None:

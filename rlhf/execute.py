@@ -185,7 +185,10 @@ def train(
         roles=roles.described,
         versions=versions(),
     )
-    publish(summary, run, inputs, folder, log, sweep)
+    try:
+        publish(summary, run, inputs, folder, log, sweep)
+    except KeyboardInterrupt:
+        raise Stopped(f"interrupted when all steps were done; {saved_text(checkpoints)}") from None
     return objective_of(run, summary.rewards | summary.eval_after)
 
 

@@ -3,6 +3,13 @@ explains."""
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Until `watch`: Python would say with a traceback what it was importing.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import atexit
 import contextlib
 import gc
 import io
@@ -11,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 import rich.console
@@ -22,7 +30,7 @@ from rlhf.backends.keep import end_kept_ray
 from rlhf.config.about import about, words_of
 from rlhf.config.arguments import check_arguments, check_folders, check_resume
 from rlhf.config.compose import to_run
-from rlhf.config.messages import explain, interrupted
+from rlhf.config.messages import explain, interrupted, words_of_stop
 from rlhf.config.registry import PROJECT_ROOT, register
 from rlhf.stopping import Stopped, exit_code, unstoppable, watch
 from rlhf.sweep import Job, failures
@@ -115,7 +123,8 @@ def main() -> None:
             if line := failures(jobs):
                 print(f"error: {line}", file=sys.stderr)
     except KeyboardInterrupt as stop:
-        print(f"warning: {str(stop) or 'interrupted; nothing was started'}", file=sys.stderr)
+        otherwise = "interrupted" if jobs else "interrupted; nothing was started"
+        print(f"warning: {words_of_stop(stop) or otherwise}", file=sys.stderr)
         sys.exit(exit_code())
     except BrokenPipeError:  # `--help | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -126,5 +135,22 @@ def main() -> None:
         sys.exit(1)
 
 
+def leave(code: int) -> NoReturn:
+    """End this process without the exit handlers of C++. Where a run was stopped, or failed, in a call of Ray (2.60),
+    they take its connections apart while its threads still use them: now and then a segmentation fault, whose exit code
+    would take the place of ours."""
+    with unstoppable():
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as ended:
+        if "ray" in sys.modules and isinstance(ended.code, int):
+            leave(ended.code)
+        raise

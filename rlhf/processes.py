@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import importlib
 import os
-import pickle
 import resource
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
+
+from rlhf.errors import one_line
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -23,6 +29,8 @@ WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 """What wakes a process that watches over another one: its driver's wish, its driver's end, and the other one's end."""
 KILL_S = 10.0
 """How long a process may take to kill what it has started."""
+STUCK_S = 30
+"""How long a message that has begun may stand still: it has stopped, or its code has broken the connection."""
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
@@ -52,6 +60,11 @@ def end_children(others: Collection[Any] = ()) -> None:
         psutil.wait_procs(left, timeout=5)
 
 
+def scratch_of(process: int) -> str:
+    """How the names of a process's temporary folders begin, so that whoever watches over it deletes what it leaves."""
+    return f"rlhf_{os.uname().nodename}_{process}_"
+
+
 def run(module: str) -> None:
     """What a `UserProcess` does, until its driver hangs up. argv: the connection's descriptor, the driver's process.
 
@@ -61,17 +74,32 @@ def run(module: str) -> None:
     descriptor, driver = map(int, sys.argv[1:])
     die_with(driver, signal.SIGTERM)
     adopt_orphans()
-    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    # All: users' code may send a signal to its whole process group.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     watcher = os.getpid()
     if server := os.fork():
         os.close(descriptor)  # the driver reads an end when the other one has gone
         _watch(server)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     die_with(watcher)
     adopt_orphans()
-    connection = Connection(descriptor)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    _serve(module, Connection(descriptor))
+
+
+def _serve(module: str, connection: Connection) -> None:
+    """Until the driver hangs up. A fork of users' code that comes back from it, which would answer too, ends here."""
+    server = os.getpid()
+    os.register_at_fork(after_in_child=connection.close)
+    try:
         importlib.import_module(module).serve(connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except OSError as error:
+        if os.getpid() != server:
+            os._exit(0)
+        if error.errno != errno.EBADF:
+            raise
+        signal.pause()  # users' code has closed the connection; the driver, which ends this process, says so
 
 
 def _watch(server: int) -> NoReturn:
@@ -81,6 +109,8 @@ def _watch(server: int) -> NoReturn:
             os.kill(server, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])
     end_children()
+    for folder in Path(tempfile.gettempdir()).glob(f"{scratch_of(server)}*"):
+        shutil.rmtree(folder, ignore_errors=True)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core is enough
         with contextlib.suppress(OSError):  # SIGKILL has no handler
@@ -88,6 +118,17 @@ def _watch(server: int) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def received(connection: Connection) -> Any:
+    """In a process that runs users' code: what it is asked, or what hinders it, as text. Raises EOFError and OSError at
+    the end."""
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        raise
+    except Exception as error:  # e.g. of a class in a file that the driver alone has loaded
+        return f"can't be given the row's columns: {type(error).__name__}: {one_line(error)}"
 
 
 @dataclass(frozen=True)
@@ -120,25 +161,33 @@ class UserProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, setup.path))},
                 start_new_session=True,
             )
+        for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", STUCK_S, 0))
         self.connection = Connection(ours.detach())
+        self._deaf = False
+        """Whether it had to be ended, since it read nothing more."""
         self.send(setup)
 
     def send(self, message: Any) -> None:
-        """Where the process is gone, `received` says so. Raises whatever an object of a user's raises while it is
-        pickled."""
+        """Where the process is gone or reads no more, `received` says so. Raises whatever an object of a user's raises
+        while it is pickled."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send(message)
+            try:
+                self.connection.send(message)
+            except BlockingIOError:
+                self._deaf = True
+                self.stop()
 
     def received(self) -> Any:
         """Its answer, or `Ended`."""
         try:
             return self.connection.recv()
-        except (EOFError, ConnectionResetError, pickle.UnpicklingError):
+        except Exception:  # an end, or a message that users' code has cut off or written into
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
-            code = self.process.poll()
-            how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
-            return Ended(f"ended its process {how}")
+            if self._deaf:
+                return Ended(f"took nothing of what it was sent for {STUCK_S} seconds")
+            return Ended(how_ended(self.process.poll()))
 
     def stop(self) -> None:
         """Have it killed with all that it has started, without waiting for it. For other threads, too."""
@@ -153,6 +202,18 @@ class UserProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
+
+
+def how_ended(code: int | None) -> str:
+    """Args:
+    code: of a process; None: it goes on.
+    """
+    if code is None:
+        return "has closed the connection to the run, a file descriptor that it didn't open"
+    if code >= 0:
+        return f"ended its process with exit code {code}"
+    known = -code in set(signal.Signals)  # not most of the real-time ones
+    return f"ended its process by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def _is_a_file(stream: Any) -> bool:

@@ -6,7 +6,6 @@ find (configuration) ► check_data, finished (rows are known) ► prepare (the 
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlhf import training_state
-from rlhf.checkpoint import BEST, BEST_FILE
+from rlhf.checkpoint import BEST, best_of
 from rlhf.config.base import written
 from rlhf.config.defaults import defaults_of
 from rlhf.config.run import Run
@@ -276,12 +275,11 @@ def prepare(resume: Resume, run_dir: Path) -> None:
     if not resume.in_place:
         return
     state = resume.state
+    noted = best_of(run_dir / training_state.CHECKPOINTS)
     for path in resume.newer:
         shutil.rmtree(path)
-    best = run_dir / training_state.CHECKPOINTS / BEST
-    noted = json.loads((best / BEST_FILE).read_text(encoding="utf-8")) if (best / BEST_FILE).is_file() else {}
-    if noted.get("step", 0) > state.step:  # of steps that are taken again, perhaps with other settings
-        shutil.rmtree(best)
+    if noted is not None and noted["step"] > state.step:  # of steps that are taken again, perhaps with other settings
+        shutil.rmtree(run_dir / training_state.CHECKPOINTS / BEST)
     for name in (report.FILE, plot.FILE):  # of a run that is longer now
         (run_dir / name).unlink(missing_ok=True)
 

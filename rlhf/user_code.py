@@ -89,15 +89,21 @@ def load(what: str, importing: Callable[[], ModuleType]) -> ModuleType:
     except ConfigError as error:  # of a decorator of ours
         raise ConfigError(f"{what}: {error}{line_of(error)}") from error
     except BaseException as error:  # a user's file may even call sys.exit
-        raise ConfigError(
-            f"{what} can't be imported: {type(error).__name__}: {one_line(error)}{line_of(error)}"
-        ) from error
+        raise ConfigError(f"{what} can't be imported: {type(error).__name__}: {said(error)}{line_of(error)}") from error
 
 
 def raised(error: BaseException) -> str:
     """`raised KeyError: 'level', line N of FILE`: how a call of a user's function failed."""
-    said = f": {one_line(error)[:300]}" if str(error) else ""
-    return f"raised {type(error).__name__}{said}{line_of(error)}"
+    words = said(error)[:300]
+    return f"raised {type(error).__name__}{f': {words}' if words else ''}{line_of(error)}"
+
+
+def said(error: BaseException) -> str:
+    """What an error of a user's code says, on a single line."""
+    try:
+        return one_line(error)
+    except Exception:  # its own __str__
+        return ""
 
 
 def shown(value: Any) -> str:

@@ -15,8 +15,8 @@ from rlhf.errors import ConfigError
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Refuse options Hydra doesn't have, keys that are given two values, of which one would be ignored, and parts of
-    recipes instead of recipes.
+    """Refuse options Hydra doesn't have, keys that are given two values, of which one would be ignored, those of a
+    sweep without one, and parts of recipes instead of recipes.
 
     Raises:
         ConfigError: in one line.
@@ -31,7 +31,9 @@ def check_arguments(arguments: list[str]) -> None:
     parser = get_args_parser()
     parser.error = refuse
     values: dict[str, str] = {}
-    for override in parser.parse_args(arguments).overrides:
+    given = parser.parse_args(arguments)
+    sweep = given.multirun or any(override.startswith("hydra.mode=") for override in given.overrides)
+    for override in given.overrides:
         key, _, value = override.partition("=")
         key = key.lstrip("+~")
         if key == "recipes" and (part := re.search(r"\bparts/\w*", value)):
@@ -41,6 +43,8 @@ def check_arguments(arguments: list[str]) -> None:
             )
         if values.setdefault(key, value) != value:
             raise ConfigError(f"{key} is given twice, {key}={values[key]} and {key}={value}; keep one")
+        if key.startswith(("hydra.sweep.", "hydra.sweeper.")) and not sweep:
+            raise ConfigError(f"{key}={value} is for a sweep, and has no effect without -m; add -m, or leave it out")
 
 
 def _written_with_dashes(arguments: list[str]) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from rlhf.errors import ConfigError
 
+MOST_SECONDS = 1e6
+
 
 def require(condition: bool, message: str) -> None:
     """Raise `ConfigError(message)` unless `condition`. The message names the key and what to write instead."""
@@ -22,6 +24,17 @@ def require_at_least(key: str, value: float, minimum: float) -> None:
 
 def require_positive(key: str, value: float) -> None:
     require(math.isfinite(value) and value > 0, f"{key} must be greater than 0, got {value}")
+
+
+def require_seconds(key: str, value: float) -> None:
+    """A limit that waiting for it takes: the kernel's has 31 bits of milliseconds, which is 24 days."""
+    require_positive(key, value)
+    require(value <= MOST_SECONDS, f"{key}={value:g} is more than {MOST_SECONDS:g} seconds; use {MOST_SECONDS:g}")
+
+
+def require_temperature(key: str, value: float) -> None:
+    """0, or one that vLLM doesn't raise without a word to anybody who computes with the same number."""
+    require(value == 0 or 0.01 <= value <= 100, f"{key} must be 0 (greedy) or in [0.01, 100], got {value}")
 
 
 def require_between(key: str, value: float, low: float, high: float) -> None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from rlhf.config.base import refuse_unused, require, require_at_least, require_positive, require_text
+from rlhf.config.base import refuse_unused, require, require_at_least, require_seconds, require_text
 
 
 class Device(Enum):
@@ -37,7 +37,7 @@ class Cluster:
         if self.threads is not None:
             require_at_least("cluster.threads", self.threads, 1)
         require_at_least("cluster.object_store_gb", self.object_store_gb, 0.1)
-        require_positive("cluster.start_timeout_s", self.start_timeout_s)
+        require_seconds("cluster.start_timeout_s", self.start_timeout_s)
         if self.address is not None:
             require_text("cluster.address", self.address, "auto")
             require(

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.config.base import refuse_unused, require, require_at_least, require_positive, require_text
+from rlhf.config.base import refuse_unused, require, require_at_least, require_seconds, require_text
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,7 @@ class MultiTurn:
         require(
             math.isfinite(self.reward_weight), f"environment.reward_weight must be finite, got {self.reward_weight}"
         )
-        require_positive("environment.timeout_s", self.timeout_s)
+        require_seconds("environment.timeout_s", self.timeout_s)
         require_at_least("environment.processes", self.processes, 1)
 
     def most_tokens(self, max_new_tokens: int) -> int:

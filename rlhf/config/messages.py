@@ -80,6 +80,12 @@ def interrupted(error: BaseException) -> bool:
     return any(isinstance(cause, KeyboardInterrupt) for cause in _chain(error))
 
 
+def words_of_stop(stop: KeyboardInterrupt) -> str:
+    """What became of the run, as an interruption that says so; a second one may come while the first is on
+    its way, and says nothing."""
+    return next((str(cause) for cause in _chain(stop) if isinstance(cause, KeyboardInterrupt) and str(cause)), "")
+
+
 def _chain(error: BaseException) -> list[BaseException]:
     """The error and what caused it, outermost first."""
     chain: list[BaseException] = []

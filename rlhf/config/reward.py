@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.config.base import require, require_at_least, require_positive
+from rlhf.config.base import require, require_at_least, require_seconds
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ class FunctionReward:
                 isinstance(options, dict),
                 f"reward.options.{name}={options} must be a section: reward.options.{name}.OPTION=VALUE",
             )
-        require_positive("reward.timeout_s", self.timeout_s)
+        require_seconds("reward.timeout_s", self.timeout_s)
         if self.chunk_rows is not None:
             require_at_least("reward.chunk_rows", self.chunk_rows, 1)
         require_at_least("reward.processes", self.processes, 1)

@@ -10,6 +10,7 @@ from rlhf.config.base import (
     require_at_least,
     require_between,
     require_positive,
+    require_temperature,
     written,
 )
 from rlhf.config.train import DType
@@ -54,7 +55,7 @@ class VllmRollout:
         require_at_least("rollout.gpus", self.gpus, 1)
         require_at_least("rollout.tensor_parallel", self.tensor_parallel, 1)
         require_at_least("rollout.max_new_tokens", self.max_new_tokens, 1)
-        require_between("rollout.temperature", self.temperature, 0, 100)
+        require_temperature("rollout.temperature", self.temperature)
         require_between("rollout.top_p", self.top_p, 0, 1)
         require_positive("rollout.top_p", self.top_p)
         require_at_least("rollout.top_k", self.top_k, 0)

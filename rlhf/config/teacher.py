@@ -10,6 +10,7 @@ from rlhf.config.base import (
     require_at_least,
     require_between,
     require_positive,
+    require_temperature,
     require_text,
 )
 from rlhf.config.train import DType
@@ -92,7 +93,7 @@ class TeacherGeneration:
 
     def __post_init__(self) -> None:
         require_at_least("teacher.generation.max_new_tokens", self.max_new_tokens, 1)
-        require_at_least("teacher.generation.temperature", self.temperature, 0)
+        require_temperature("teacher.generation.temperature", self.temperature)
         require_between("teacher.generation.top_p", self.top_p, 0, 1)
         require_positive("teacher.generation.top_p", self.top_p)
         require_at_least("teacher.generation.top_k", self.top_k, 0)

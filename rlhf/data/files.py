@@ -128,7 +128,16 @@ def _read_json(file: Path) -> RawRows:
 
 
 def _parsed(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse_constant)
+    return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeated)
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; one of two values under one name would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it names {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -167,6 +176,9 @@ def _read_parquet(file: Path) -> RawRows:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
+            names = parquet.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise DataError(f"{file} names a column twice: {', '.join(names)}")
             index = 0
             for batch in parquet.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():

@@ -26,6 +26,7 @@ import numpy as np
 from rlhf import plugins
 from rlhf.environments.base import Turn
 from rlhf.errors import ConfigError, one_line
+from rlhf.processes import received
 from rlhf.user_code import defined_at, imported, raised, shown, unusual_kind
 
 RESERVED = ("seed",)
@@ -96,7 +97,9 @@ def serve(connection: Connection) -> None:
     connection.send(signature)
     episodes: dict[int, Any] = {}
     while True:
-        connection.send(answer(episodes, lambda: environment(**setup.options), connection.recv()))
+        message = received(connection)
+        failed = Failed(message) if isinstance(message, str) else None
+        connection.send(failed or answer(episodes, lambda: environment(**setup.options), message))
 
 
 METHODS = {"reset": "reset(self, **columns)", "step": "step(self, response)", "close": "close(self)"}
@@ -202,4 +205,5 @@ def checked(given: Any) -> Turn | Failed:
         given.observation.encode()
     except UnicodeEncodeError as error:
         return Failed(f"step gave an observation with half a surrogate pair at character {error.start + 1}")
-    return Turn(given.observation, float(given.reward), bool(given.done))
+    # Plain: the driver, which unpickles it, may not know a user's own kind of string.
+    return Turn(str.__str__(given.observation), float(given.reward), bool(given.done))

@@ -23,9 +23,11 @@ from pathlib import Path
 
 import psutil
 
-from rlhf.processes import adopt_orphans, end_children
+from rlhf.processes import adopt_orphans, end_children, scratch_of
 
 HARNESS = Path(__file__).with_name("harness.py")
+MOST = 10**9
+"""Of each limit: what the kernel takes, in bytes too."""
 CHUNK = 1 << 16
 """Bytes that are read at once of what the tests' process reports."""
 
@@ -40,8 +42,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"{name}={value} must be greater than 0")
+            if not 0 < value <= MOST:
+                raise ValueError(f"{name}={value} must be greater than 0 and at most {MOST}")
 
 
 def program_of(completion: str) -> str:
@@ -55,7 +57,7 @@ def passed(program: str, tests: list[str], limits: Limits) -> int:
     adopt_orphans()
     others = psutil.Process().children(recursive=True)
     secret = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="rlhf_code_", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix=scratch_of(os.getpid()), ignore_cleanup_errors=True) as folder:
         reading, writing = os.pipe()
         with Reports(reading, secret) as reports:
             process = subprocess.Popen(

@@ -17,8 +17,9 @@ from typing import Any
 
 from rlhf.errors import ConfigError
 from rlhf.plugins import load_plugins
+from rlhf.processes import received
 from rlhf.rewards.functions import Loaded, Wrong, checked, load_function
-from rlhf.user_code import raised
+from rlhf.user_code import raised, said
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ def serve(connection: Connection) -> None:
         return
     connection.send([function.signature for function in functions])
     while True:
-        call: Call = connection.recv()
-        for answer in answers(functions[call.function], call):
+        call = received(connection)
+        given = answers(functions[call.function], call) if isinstance(call, Call) else [Failed(call)]
+        for answer in given:
             connection.send(answer)
 
 
@@ -98,6 +100,6 @@ def _called(function: Loaded, call: Call) -> list[float | None] | Failed:
     try:
         values = checked(function.call(**call.columns), call.count)
     except BaseException as error:  # a user's function may even call sys.exit
-        as_message = isinstance(error, TypeError) and "string indices" in str(error)  # c[0]["content"]
+        as_message = isinstance(error, TypeError) and "string indices" in said(error)  # c[0]["content"]
         return Failed(raised(error) + (" (completions are strings, not messages)" if as_message else ""))
     return Failed(values.reason, values.index) if isinstance(values, Wrong) else values

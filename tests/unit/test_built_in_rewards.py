@@ -194,8 +194,9 @@ def test_nothing_is_left_of_a_program_when_the_run_ends(program: Program) -> Non
     with rewarder(FunctionReward(**LONG, timeout_s=600)) as made:
         made.score(batch([program.text]), [{"tests": "pass"}])
         child = program.started()
+        folder = Path(child.cwd())
         assert child.is_running()
-    assert is_gone(child)
+    assert is_gone(child) and not folder.exists()
 
 
 def test_nothing_is_left_of_a_program_that_takes_too_long(program: Program) -> None:
@@ -222,8 +223,13 @@ with rewarder(FunctionReward(**LONG)) as made:
 """
     with subprocess.Popen([sys.executable, "-c", code]) as driver:
         child = program.started()
+        folder = Path(child.cwd())
         driver.kill()
     assert is_gone(child)
+    deadline = time.monotonic() + 10
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not folder.exists()
 
 
 def test_as_many_tests_as_there_are() -> None:
@@ -246,3 +252,7 @@ def test_shares_and_rows_without_tests() -> None:
     assert rewards("code", [half], {"partial": True, "column": "checks"}, checks=[TESTS]) == [0.5]
     with pytest.raises(ValueError, match="cpu_s=0 must be greater than 0"):
         FACTORIES["code"](cpu_s=0)
+    with pytest.raises(ValueError, match=r"memory_mb=1000000000000 must be greater than 0 and at most 1000000000$"):
+        FACTORIES["code"](memory_mb=10**12)
+    most = Limits(timeout_s=30, cpu_s=10**9, memory_mb=10**9)
+    assert passed("x = 1", ["assert x == 1"], most) == 1, "limits that the kernel takes"

@@ -35,6 +35,7 @@ from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Eval, Run
 from rlhf.config.train import Train
 from rlhf.errors import ConfigError, ModelError
+from rlhf.stopping import Stopped
 
 CONF = PROJECT_ROOT / "conf"
 RECIPES = sorted(path.stem for path in (PROJECT_ROOT / "recipes").glob("*.yaml"))
@@ -179,6 +180,8 @@ OUT_OF_RANGE = [
     "rollout.tensor_parallel=2",
     "rollout.max_new_tokens=0",
     "rollout.temperature=-1",
+    "rollout.temperature=0.001",
+    "cluster.start_timeout_s=1e9",
     "rollout.top_p=-0.5",
     "rollout.top_p=0",
     "rollout.top_p=2",
@@ -664,6 +667,7 @@ MISTAKES = {
     "run.dir=${nope:1}": "run.dir: Unsupported interpolation type nope",
     # the command line itself
     "algo.beta=0 algo.beta=1": "algo.beta is given twice, algo.beta=0 and algo.beta=1; keep one",
+    "hydra.sweep.dir=x": "hydra.sweep.dir=x is for a sweep, and has no effect without -m; add -m, or leave it out",
     "algo=gkd +algo=grpo": "algo is given twice, algo=gkd and algo=grpo; keep one",
     "--learning_rate 1e-5": "unrecognized arguments: --learning_rate; --learning_rate: here it is train.lr=1e-5 "
     "(see --help; options such as -m come first, and keys have no dashes: KEY=VALUE)",
@@ -694,6 +698,11 @@ def test_options_of_other_trainers_are_translated() -> None:
 
 def test_giving_the_same_value_twice_is_no_contradiction() -> None:
     check_arguments(["algo.beta=0", "algo.beta=0", "-m", "--cfg", "job"])
+
+
+def test_keys_of_a_sweep_go_with_one() -> None:
+    check_arguments(["-m", "hydra.sweep.dir=x"])
+    check_arguments(["hydra.sweep.dir=x", "hydra.mode=MULTIRUN"])
 
 
 def test_bugs_are_not_explained_away() -> None:
@@ -798,6 +807,33 @@ def test_ray_outlives_the_jobs_of_a_sweep_and_nothing_else(
     assert launched(monkeypatch, "-m", "algo.beta=0,1,0.5", "hydra.sweep.dir=two") == 130 and not KEEPER.keeping
     assert launched(monkeypatch, "algo.beta=0") == 0 and not KEEPER.keeping
     assert seen == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("saved", "arguments", "said"),
+    [
+        ("interrupted; saved: step_1", [], "interrupted; saved: step_1"),
+        ("", [], "interrupted; nothing was started"),
+        ("", ["-m", "algo.beta=0,1"], "interrupted"),
+    ],
+)
+def test_a_second_signal_does_not_hide_what_was_saved(
+    saved: str,
+    arguments: list[str],
+    said: str,
+    executed: list[Run],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def execute(run: Run, config: object, sweep: bool) -> None:
+        try:
+            raise Stopped(saved)
+        finally:
+            raise Stopped  # e.g. while loggers are closed
+
+    monkeypatch.setattr(sys.modules["rlhf.execute"], "execute", execute)
+    assert launched(monkeypatch, *arguments) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == f"warning: {said}"
 
 
 def test_a_sweep_that_works(executed: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,11 +61,16 @@ def test_a_file_name_with_brackets_is_no_glob(tmp_path: Path) -> None:
 
 
 def test_unusable_files(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "lines.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     (tmp_path / "object.json").write_text('{"prompt": "a"}')
     (tmp_path / "latin.json").write_bytes(b'["\xff"]')
     (tmp_path / "bad.parquet").write_text("no parquet")
+    twice = pyarrow.table([["a"], ["b"]], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
     (tmp_path / "empty").mkdir()
     cases = {
         "absent.jsonl": r"data\.path=.*no such file",
@@ -76,6 +81,7 @@ def test_unusable_files(tmp_path: Path) -> None:
         "lines.json": r"lines\.json:2: broken JSON: Extra data at column 1; .* end in \.jsonl",
         "object.json": r"object\.json: a \.json file is one array of objects",
         "latin.json": r"latin\.json: not UTF-8",
+        "twice.parquet": r"twice\.parquet names a column twice: prompt, prompt",
         "bad.parquet": r"bad\.parquet: not a readable Parquet file",
     }
     for name, message in cases.items():
@@ -95,17 +101,19 @@ def test_what_json_cannot_hold_is_a_bad_row(tmp_path: Path) -> None:
         b'{"prompt": NaN}',
         b'{"prompt": "a", "level": -Infinity}',
         b'{"prompt": "a\0"}',
+        b'{"prompt": "a", "prompt": "b"}',
         b'{"prompt": "b\\u0000"}',
     ]
     file.write_bytes(b"\r\n".join(lines))
     *bad, (where, good) = read_files(str(file))
-    assert (where, good) == (f"{file}:6", {"prompt": "b\0"})
+    assert (where, good) == (f"{file}:7", {"prompt": "b\0"})
     assert [row.reason.removeprefix("broken JSON: ") for _, row in bad] == [
         "Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits",
         "nested too deeply",
         "NaN is no JSON value, write null",
         "-Infinity is no JSON value, write null",
         "Invalid control character at at column 14",
+        "it names 'prompt' twice",
     ]
     for line, reason in zip(
         lines[:3], ("Exceeds the limit .* 5000 digits$", "nested too deeply", "NaN is no"), strict=True

@@ -16,9 +16,10 @@ from rlhf.environments.pool import EnvironmentPool, check
 from rlhf.errors import ConfigError, EnvironmentFailed
 from rlhf.types import ROW
 from tests.unit.test_plugins import EXAMPLES
+from tests.unit.test_rewards import of_a_module_elsewhere
 
 CODE = """
-import os, pathlib, subprocess, time
+import enum, os, pathlib, subprocess, time
 from rlhf.environments import Environment, Turn
 from rlhf.plugins import register_environment
 
@@ -37,6 +38,15 @@ class Counts(Environment):
     def close(self) -> None:
         if self.folder:
             pathlib.Path(self.folder, self.said.split()[1]).touch()
+
+class Said(enum.StrEnum):
+    wrong = "try again"
+
+class Unusual(Counts):
+    def step(self, response: str) -> Turn:
+        if response == "fork" and os.fork() == 0:
+            return Turn("from the child")
+        return Turn(Said.wrong)
 
 class Fails(Counts):
     def reset(self, **columns) -> None:
@@ -244,3 +254,29 @@ def test_the_example(pools: list[EnvironmentPool]) -> None:
     right, wrong = pool.step([0, 1], ["The answer is 7.", "The answer is 8."]).result()
     assert right == Turn("", 1.0, True) and not wrong.done and wrong.reward == 0
     assert pool.step([1], ["The answer is 7."]).result() == [Turn("", 0.5, True)]
+
+
+def test_a_users_own_kind_of_string_is_text(file: Path, pools: list[EnvironmentPool]) -> None:
+    pool = pool_of(pools, f"{file}:Unusual", processes=1)
+    pool.reset([{"level": 1}], [0]).result()
+    (turn,) = pool.step([0], ["a"]).result()
+    assert turn.observation == "try again" and type(turn.observation) is str
+
+
+def test_a_fork_that_comes_back_does_not_answer(file: Path, pools: list[EnvironmentPool]) -> None:
+    pool = pool_of(pools, f"{file}:Unusual", processes=1)
+    pool.reset([{"level": 1}, {"level": 2}], [0, 1]).result()
+    for _ in range(3):
+        turns = pool.step([0, 1], ["fork", "a"]).result()
+        assert [turn.observation for turn in turns] == ["try again"] * 2
+    pool.end([0, 1]).result()
+
+
+def test_columns_that_only_the_driver_can_read_are_named(
+    file: Path, tmp_path: Path, pools: list[EnvironmentPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pool_of(pools, f"{file}:Fails")
+    with pytest.raises(
+        EnvironmentFailed, match=r"reset: can't be given the row's columns: ModuleNotFoundError: .*r:1$"
+    ):
+        pool.reset([{"level": of_a_module_elsewhere(tmp_path, monkeypatch), ROW: "r:1"}], [0]).result()

@@ -412,6 +412,17 @@ def test_interrupted_says_what_is_on_disk(tmp_path: Path, roles: Roles) -> None:
     assert roles.closed >= 1
 
 
+def test_interrupted_at_the_very_end_says_what_is_on_disk(
+    tmp_path: Path, roles: Roles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlhf.execute.publish", interrupted)
+    with pytest.raises(Stopped, match=r"^interrupted when all steps were done; saved: .*/checkpoints/final$"):
+        train_in(tmp_path)
+
+
 def test_the_configuration_reaches_the_source(tmp_path: Path, roles: Roles) -> None:
     train_in(tmp_path, train=Train(global_batch_samples=3), rollout=VllmRollout(dtype=DType.bfloat16))
     asked = [event.what for event in roles.trainer.events if event.call == "generate"]

@@ -456,6 +456,17 @@ def test_the_best_of_steps_that_are_taken_again_is_forgotten(tmp_path: Path, lau
     assert json.loads(best.read_text())["eval/forward_kl"] > 0
 
 
+def test_a_damaged_best_one_is_named(tmp_path: Path, launch: Any) -> None:
+    launch(tmp_path)
+    best = tmp_path / "checkpoints" / "best" / "best.json"
+    for damaged in ("{", "[]", "{}"):
+        best.write_text(damaged)
+        with pytest.raises(
+            CheckpointError, match=r"best/best\.json is damaged \(\w+\); delete its checkpoint to go on"
+        ):
+            launch(tmp_path, resume="auto", run=settings(tmp_path, steps=STEPS + 2))
+
+
 def test_a_folder_that_another_process_has_used_meanwhile(tmp_path: Path, launch: Any) -> None:
     launch(tmp_path)
     run = run_of(tmp_path, run=settings(tmp_path, steps=9), eval=Eval(samples=2, every=2), resume="auto")

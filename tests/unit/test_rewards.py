@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 
+from rlhf import processes
 from rlhf.config.compose import sections_of
 from rlhf.config.data import FileData, OnBadRow
 from rlhf.config.reward import FunctionReward
@@ -146,6 +148,47 @@ def nobody(completions):
     return [None] * len(completions)
 
 
+class Silent(Exception):
+    def __str__(self):
+        raise KeyError
+
+
+def silent(completions):
+    raise Silent
+
+
+def forks(completions):
+    if os.fork() == 0:
+        return [9.0] * len(completions)
+    return [float(len(text)) for text in completions]
+
+
+def leaves_a_fork(completions):
+    if os.fork() == 0:
+        raise SystemExit(0)
+    return [1.0] * len(completions)
+
+
+def closes(completions):
+    os.closerange(3, 100)
+    return [1.0] * len(completions)
+
+
+def cut_off(completions):
+    (connection,) = (fd for fd in range(3, 100) if is_a_socket(fd))
+    os.write(connection, bytes([0, 0, 16, 0, 1]))
+    os._exit(5)
+
+
+def is_a_socket(fd):
+    import stat
+
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+
 def starts_others(completions):
     import subprocess
 
@@ -258,6 +301,9 @@ FAILURES = [
     ("short", r"gave 1 rewards for 3 completions"),
     ("unpicklable", r"gave function <function .*>, expected a list of 3 numbers"),
     ("generator", r"gave generator .*, expected a list of 3 numbers"),
+    ("silent", r"raised Silent, line \d+ of .*mine\.py, on r:0"),
+    ("closes", r"has closed the connection to the run, a file descriptor that it didn't open, on 3 completions"),
+    ("cut_off", r"ended its process with exit code 5, on 3 completions"),
 ]
 ROWS = [{ROW: f"r:{number}"} for number in range(3)]
 
@@ -268,6 +314,10 @@ def test_a_failure_names_the_function_and_the_row(name: str, message: str, file:
         scored(["good", "bad", "good"], ROWS, functions=[f"{file}:lengths", f"{file}:{name}"])
     assert str(caught.value).startswith(f"reward.functions={file}:{name} ") and "\n" not in str(caught.value)
     assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_the_longest_limit_can_be_waited_for(file: Path) -> None:
+    assert scored(["a"], functions=[f"{file}:lengths"], timeout_s=1e6).total.tolist() == [1]
 
 
 def test_numpy_results_are_numbers(file: Path) -> None:
@@ -302,14 +352,51 @@ def test_a_failure_is_forgotten_with_the_next_call(file: Path) -> None:
             made.score(batch(["good", "late"]), ROWS[:2]).result()
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGTERM, signal.SIGPIPE])
-def test_a_process_that_a_signal_ends_is_told_with_it(number: signal.Signals, tmp_path: Path) -> None:
+SIGNALS = [(number, number.name) for number in (signal.SIGSEGV, signal.SIGTERM, signal.SIGPIPE)]
+
+
+@pytest.mark.parametrize(("number", "name"), [*SIGNALS, (40, "signal 40")])
+def test_a_process_that_a_signal_ends_is_told_with_it(number: int, name: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         f"import signal\ndef f(completions):\n    signal.signal({number}, 0), signal.raise_signal({number})"
     )
+    with pytest.raises(RewardError, match=rf"f ended its process by {name}, on r:0"):
+        scored(["a"], ROWS[:1], functions=[f"{path}:f"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_to_the_whole_group_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """The process that watches is in the group, too."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import os, pathlib, subprocess, time\n"
+        "def f(completions):\n"
+        "    child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(child.pid))\n"
+        f"    os.killpg(os.getpgrp(), {int(number)}), time.sleep(600)\n"
+    )
     with pytest.raises(RewardError, match=rf"f ended its process by {number.name}, on r:0"):
         scored(["a"], ROWS[:1], functions=[f"{path}:f"])
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize(("name", "rewards"), [("forks", [1, 3]), ("leaves_a_fork", [1, 1])])
+def test_a_fork_that_comes_back_does_not_answer(name: str, rewards: list[float], file: Path) -> None:
+    with rewarder(FunctionReward(functions=[f"{file}:{name}"], processes=1)) as made:
+        for _ in range(3):
+            assert made.score(batch(["a", "bbb"]), ROWS[:2]).result().total.tolist() == rewards
+
+
+def test_a_process_that_reads_no_more_is_ended(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STUCK_S", 1)
+    with rewarder(FunctionReward(functions=[f"{file}:lengths"], processes=1)) as made:
+        made.score(batch(["a"]), [{}]).result()
+        (server,) = psutil.Process(made.pool.workers[0].process.pid).children()
+        server.suspend()
+        with pytest.raises(RewardError, match=r"lengths took nothing of what it was sent for 1 seconds, on r:0"):
+            made.score(batch(["a" * 2_000_000]), ROWS[:1]).result(timeout=30)
+        assert made.score(batch(["bb"]), [{}]).result().total.tolist() == [2]
 
 
 def test_two_workers_that_die_at_once_are_one_failure(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,6 +496,25 @@ def test_columns_that_cannot_be_sent_are_named(file: Path) -> None:
         scored(["a"], [{"level": lambda: None}], functions=[f"{file}:level"])
 
 
+def of_a_module_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    """An object such as a preprocessor's file makes, which only the driver has loaded."""
+    (folder / "only_here.py").write_text("class Level:\n    pass\n")
+    spec = importlib.util.spec_from_file_location("only_here", folder / "only_here.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    spec.loader.exec_module(module)
+    return module.Level()
+
+
+def test_columns_that_only_the_driver_can_read_are_named(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"level": of_a_module_elsewhere(tmp_path, monkeypatch), ROW: "r:0"}]
+    with pytest.raises(RewardError, match=r"level can't be given the row's columns: ModuleNotFoundError: .*, on r:0"):
+        scored(["a"], rows, functions=[f"{file}:level"])
+
+
 # ---- before the run --------------------------------------------------------------------------------------------------
 
 
@@ -498,6 +604,7 @@ def test_columns_may_not_have_the_names_of_what_functions_get() -> None:
         (dict(functions=["a"], weights=[0.0]), "not all 0"),
         (dict(functions=["a"], options={"a": 1}), r"reward\.options\.a=1 must be a section"),
         (dict(functions=["a"], timeout_s=0), r"reward\.timeout_s must be greater than 0"),
+        (dict(functions=["a"], timeout_s=1e9), r"reward\.timeout_s=1e\+09 is more than 1e\+06 seconds; use 1e\+06"),
         (dict(functions=["a"], chunk_rows=0), r"reward\.chunk_rows must be at least 1"),
         (dict(functions=["a"], processes=0), r"reward\.processes must be at least 1"),
     ],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +76,34 @@ def test_what_nohup_ignores_stays_ignored() -> None:
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 143
+
+
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    """`hydra` is the first large package; this one stands for it."""
+    (tmp_path / "hydra.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "rlhf.launch"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=as_in_a_terminal,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err) == (-signal.SIGINT, "", "")
+
+
+def test_a_library_that_crashes_at_the_exit_does_not_change_the_exit_code() -> None:
+    """As Ray's threads may, where a run was stopped in a call of Ray."""
+    crash = (
+        "import ctypes, runpy, sys, types\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)\n"
+        "sys.modules['ray'] = types.ModuleType('ray')\n"
+        "sys.argv = ['launch', 'run.steps=0']\n"
+        "runpy.run_module('rlhf.launch', run_name='__main__')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", crash], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "") and ended.stderr.startswith("error: run.steps must be in")
