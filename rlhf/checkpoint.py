@@ -194,7 +194,7 @@ def best_of(checkpoints: Path) -> dict[str, Any] | None:
         return None
     try:
         noted = json.loads(path.read_text(encoding="utf-8"))
-        return {"step": int(noted["step"]), **noted}
+        return {**noted, "step": int(noted["step"])}
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}); delete its checkpoint to go on") from error
 

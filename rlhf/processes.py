@@ -7,6 +7,7 @@ import ctypes
 import errno
 import importlib
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -21,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf.errors import one_line
+from rlhf.user_code import named
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -123,12 +124,11 @@ def _watch(server: int) -> NoReturn:
 def received(connection: Connection) -> Any:
     """In a process that runs users' code: what it is asked, or what hinders it, as text. Raises EOFError and OSError at
     the end."""
+    message = connection.recv_bytes()
     try:
-        return connection.recv()
-    except (EOFError, OSError):
-        raise
+        return pickle.loads(message)
     except Exception as error:  # e.g. of a class in a file that the driver alone has loaded
-        return f"can't be given the row's columns: {type(error).__name__}: {one_line(error)}"
+        return f"can't be given the row's columns: {named(error)}"
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,10 @@ class UserProcess:
 
 
 def how_ended(code: int | None) -> str:
-    """Args:
-    code: of a process; None: it goes on.
+    """What the end of a process is called.
+
+    Args:
+        code: its exit code; None: it goes on.
     """
     if code is None:
         return "has closed the connection to the run, a file descriptor that it didn't open"

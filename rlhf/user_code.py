@@ -89,13 +89,18 @@ def load(what: str, importing: Callable[[], ModuleType]) -> ModuleType:
     except ConfigError as error:  # of a decorator of ours
         raise ConfigError(f"{what}: {error}{line_of(error)}") from error
     except BaseException as error:  # a user's file may even call sys.exit
-        raise ConfigError(f"{what} can't be imported: {type(error).__name__}: {said(error)}{line_of(error)}") from error
+        raise ConfigError(f"{what} can't be imported: {named(error)}{line_of(error)}") from error
 
 
 def raised(error: BaseException) -> str:
     """`raised KeyError: 'level', line N of FILE`: how a call of a user's function failed."""
-    words = said(error)[:300]
-    return f"raised {type(error).__name__}{f': {words}' if words else ''}{line_of(error)}"
+    return f"raised {named(error)[:300]}{line_of(error)}"
+
+
+def named(error: BaseException) -> str:
+    """`KeyError: 'level'`, or the type alone of an error that says nothing."""
+    words = said(error)
+    return f"{type(error).__name__}{f': {words}' if words else ''}"
 
 
 def said(error: BaseException) -> str:
@@ -109,10 +114,10 @@ def said(error: BaseException) -> str:
 def shown(value: Any) -> str:
     """The type of what a user's function gave, and the beginning of what it says it is."""
     try:
-        said = one_line(repr(value))[:60]
+        words = one_line(repr(value))[:60]
     except Exception:  # a user's own __repr__
-        said = ""
-    return f"{type(value).__name__} {said}".strip()
+        words = ""
+    return f"{type(value).__name__} {words}".strip()
 
 
 def line_of(error: BaseException) -> str:

@@ -27,7 +27,7 @@ SLOT = "slot"
 """Custom resource that stands for a device on CPU: bundles of CPUs would never be ready on a small machine."""
 
 GPU = "GPU"
-"""Ray's own resource for GPUs; actors with a share of one see that one only."""
+"""Ray's own resource for GPUs; it shows an actor with a share of one that one only."""
 
 WITHOUT_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",

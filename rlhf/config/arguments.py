@@ -32,7 +32,7 @@ def check_arguments(arguments: list[str]) -> None:
     parser.error = refuse
     values: dict[str, str] = {}
     given = parser.parse_args(arguments)
-    sweep = given.multirun or any(override.startswith("hydra.mode=") for override in given.overrides)
+    sweep = given.multirun or any(override.lstrip("+") == "hydra.mode=MULTIRUN" for override in given.overrides)
     for override in given.overrides:
         key, _, value = override.partition("=")
         key = key.lstrip("+~")

@@ -34,8 +34,8 @@ def check_grpo(run: Run, algo: GRPO) -> None:
     for key, value, one in (("top_k", engine.top_k, 1), ("min_p", engine.min_p, 1.0)):
         require(
             value != one,
-            f"algo=grpo compares different samples of a prompt, and rollout.{key}={value:g} leaves the likeliest token "
-            f"alone; use rollout.{key}={2 if key == 'top_k' else 0.1:g}, or 0",
+            f"algo=grpo compares different samples of a prompt, and rollout.{key}={value:g} leaves only the likeliest "
+            f"token; use rollout.{key}={2 if key == 'top_k' else 0.1:g}, or 0",
         )
     _check_teacher(run, algo)
     _check_rewards(run, algo, engine)

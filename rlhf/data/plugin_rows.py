@@ -10,7 +10,7 @@ from rlhf import plugins
 from rlhf.config.data import PluginData
 from rlhf.data.raw import RawRows, RowSource
 from rlhf.errors import ConfigError, DataError, nearest, one_line
-from rlhf.user_code import defined_at, imported, line_of
+from rlhf.user_code import defined_at, imported, line_of, named
 
 
 def read_plugin(name: str, key: str, spec: PluginData) -> RowSource:
@@ -36,9 +36,7 @@ def read_plugin(name: str, key: str, spec: PluginData) -> RowSource:
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # a user's function may even call sys.exit
-            raise DataError(
-                f"{key}={name} failed after row {number}: {type(error).__name__}: {one_line(error)}{line_of(error)}"
-            ) from error
+            raise DataError(f"{key}={name} failed after row {number}: {named(error)}{line_of(error)}") from error
         if rows is None:
             raise DataError(f"{key}={name} gave None, expected rows; return or yield them{defined_at(function)}")
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rlhf import plugins
-from rlhf.errors import ConfigError, one_line
-from rlhf.user_code import imported, line_of
+from rlhf.errors import ConfigError
+from rlhf.user_code import imported, line_of, named
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class UserLoss:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a user's function may even call sys.exit
-            raise ConfigError(f"{key} fails: {type(error).__name__}: {one_line(error)}{line_of(error)}") from error
+            raise ConfigError(f"{key} fails: {named(error)}{line_of(error)}") from error
         if not right:
             got = f"{tuple(terms.shape)} of {terms.dtype}" if isinstance(terms, Tensor) else type(terms).__name__
             raise ConfigError(f"{key} must give one number for each of the (3, 5) log-probabilities, got {got}")

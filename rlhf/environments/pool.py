@@ -17,9 +17,10 @@ from typing import Any
 from rlhf.config.environment import MultiTurn
 from rlhf.environments.base import Turn
 from rlhf.environments.worker import RESERVED, Begin, End, Failed, Respond, Setup, Signature
-from rlhf.errors import ConfigError, EnvironmentFailed, nearest, one_line
+from rlhf.errors import ConfigError, EnvironmentFailed, nearest
 from rlhf.processes import Ended, UserProcess
 from rlhf.types import ROW
+from rlhf.user_code import named
 
 START_S = 120.0
 """How long importing the class may take."""
@@ -181,7 +182,7 @@ class EnvironmentPool:
         try:
             process.send(call)
         except Exception as error:  # whatever an object of a user's raises while it is pickled
-            raise self._error(call, f"can't be given the row's columns: {one_line(error)}") from error
+            raise self._error(call, f"can't be given the row's columns: {named(error)}") from error
 
     def _used(self, call: Call, answer: Any) -> Any:
         if isinstance(answer, Ended) and self._closed:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from rlhf.errors import ConfigError, RewardError, one_line
+from rlhf.errors import ConfigError, RewardError
 from rlhf.processes import Ended, UserProcess
 from rlhf.rewards.functions import Signature
 from rlhf.rewards.worker import Call, Failed, Setup
+from rlhf.user_code import named
 
 START_S = 120.0
 """How long importing the functions may take."""
@@ -65,7 +66,7 @@ class Worker(UserProcess):
         try:
             self.send(task.call)
         except Exception as error:  # whatever an object of a user's raises while it is pickled
-            raise Failure(task, f"can't be given the row's columns: {one_line(error)}", None) from error
+            raise Failure(task, f"can't be given the row's columns: {named(error)}", None) from error
 
     def receive(self) -> Any:
         """Its answer; how it ended, where it did."""

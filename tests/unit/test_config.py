@@ -703,6 +703,9 @@ def test_giving_the_same_value_twice_is_no_contradiction() -> None:
 def test_keys_of_a_sweep_go_with_one() -> None:
     check_arguments(["-m", "hydra.sweep.dir=x"])
     check_arguments(["hydra.sweep.dir=x", "hydra.mode=MULTIRUN"])
+    check_arguments(["hydra.sweep.dir=x", "++hydra.mode=MULTIRUN"])
+    with pytest.raises(ConfigError, match="is for a sweep"):
+        check_arguments(["hydra.sweep.dir=x", "hydra.mode=RUN"])
 
 
 def test_bugs_are_not_explained_away() -> None:

@@ -85,10 +85,10 @@ REFUSED = {
     "compute; use algo.old_logprobs=trainer (or null)",
     ("reference", "algo.kl_coef=0.1 algo.kl_in=reward rollout.top_p=0.9"): "algo.kl_in=reward with rollout.top_p=0.9: "
     "the penalty takes the sampler's log-probabilities, which are those of a cut distribution; use algo.kl_in=loss",
-    ("plain", "rollout.top_k=1"): "algo=grpo compares different samples of a prompt, and rollout.top_k=1 leaves the "
-    "likeliest token alone; use rollout.top_k=2, or 0",
-    ("plain", "rollout.min_p=1"): "algo=grpo compares different samples of a prompt, and rollout.min_p=1 leaves the "
-    "likeliest token alone; use rollout.min_p=0.1, or 0",
+    ("plain", "rollout.top_k=1"): "algo=grpo compares different samples of a prompt, and rollout.top_k=1 leaves only "
+    "the likeliest token; use rollout.top_k=2, or 0",
+    ("plain", "rollout.min_p=1"): "algo=grpo compares different samples of a prompt, and rollout.min_p=1 leaves only "
+    "the likeliest token; use rollout.min_p=0.1, or 0",
     ("plain", "algo.importance_cap=2"): "algo.importance_cap=2.0 has no effect with algo.old_logprobs=sampler (null "
     "means that here), whose ratio corrects for the sampler already; use algo.old_logprobs=trainer, or leave "
     "algo.importance_cap=null",

@@ -16,7 +16,7 @@ from rlhf.environments.pool import EnvironmentPool, check
 from rlhf.errors import ConfigError, EnvironmentFailed
 from rlhf.types import ROW
 from tests.unit.test_plugins import EXAMPLES
-from tests.unit.test_rewards import of_a_module_elsewhere
+from tests.unit.test_rewards import Mute, Opens, of_a_module_elsewhere
 
 CODE = """
 import enum, os, pathlib, subprocess, time
@@ -280,3 +280,12 @@ def test_columns_that_only_the_driver_can_read_are_named(
         EnvironmentFailed, match=r"reset: can't be given the row's columns: ModuleNotFoundError: .*r:1$"
     ):
         pool.reset([{"level": of_a_module_elsewhere(tmp_path, monkeypatch), ROW: "r:1"}], [0]).result()
+
+
+@pytest.mark.parametrize(("value", "reason"), [(Mute(), "Silent"), (Opens(), "FileNotFoundError: .*")])
+def test_columns_whose_pickling_fails_in_its_own_way_are_named(
+    value: object, reason: str, file: Path, pools: list[EnvironmentPool]
+) -> None:
+    pool = pool_of(pools, f"{file}:Fails")
+    with pytest.raises(EnvironmentFailed, match=rf"reset: can't be given the row's columns: {reason}, on r:1$"):
+        pool.reset([{"level": value, ROW: "r:1"}], [0]).result()

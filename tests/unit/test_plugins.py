@@ -191,8 +191,8 @@ def test_the_data_checker_knows_them(tmp_path: Path, capsys: pytest.CaptureFixtu
 ROWS = """
 def rows(count=3, level=1):
     for number in range(count):
-        if level == 9 and number == 2:
-            raise OSError("disk on fire")
+        if level >= 8 and number == 2:
+            raise OSError("disk on fire") if level == 9 else Silent
         yield {"prompt": f"row {number}", "response": "y"} if number != level else 7
 
 def held_out(count=3, level=1):
@@ -203,6 +203,10 @@ def needs(x):
 
 def forgets():
     [{"prompt": "x"}]
+
+class Silent(Exception):
+    def __str__(self):
+        raise KeyError
 """
 
 
@@ -233,6 +237,7 @@ def test_rows_of_a_function(streaming: bool, tmp_path: Path) -> None:
     [
         ({}, r"rows\.py:rows\[1\]: row is an int, expected an object"),
         ({"options": {"level": 9}}, r"failed after row 1: OSError: disk on fire, line 5 of .*rows\.py"),
+        ({"options": {"level": 8}}, r"failed after row 1: Silent, line 5 of .*rows\.py"),
         ({"options": {"levl": 9}}, r"options\.levl is no option of .*; did you mean level\?; it has count, level"),
         ({"function": "{}/rows.py:needs"}, r"needs: missing a required argument: 'x'; write data\.options\.NAME=VALUE"),
         ({"function": "{}/rows.py:forgets"}, r"forgets gave None, expected rows; return or yield them, line 14"),

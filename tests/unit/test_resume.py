@@ -14,6 +14,7 @@ import rlhf.execute
 import rlhf.placements.colocate
 import rlhf.rewards.build
 from rlhf import training_state
+from rlhf.checkpoint import best_of
 from rlhf.config.algo import GRPO
 from rlhf.config.arguments import check_resume
 from rlhf.config.distill import NoDistill
@@ -465,6 +466,12 @@ def test_a_damaged_best_one_is_named(tmp_path: Path, launch: Any) -> None:
             CheckpointError, match=r"best/best\.json is damaged \(\w+\); delete its checkpoint to go on"
         ):
             launch(tmp_path, resume="auto", run=settings(tmp_path, steps=STEPS + 2))
+
+
+def test_the_step_of_the_best_one_is_a_number(tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "best.json").write_text('{"step": "4", "eval/reward": 0.5}')
+    assert best_of(tmp_path) == {"step": 4, "eval/reward": 0.5}
 
 
 def test_a_folder_that_another_process_has_used_meanwhile(tmp_path: Path, launch: Any) -> None:

@@ -496,6 +496,38 @@ def test_columns_that_cannot_be_sent_are_named(file: Path) -> None:
         scored(["a"], [{"level": lambda: None}], functions=[f"{file}:level"])
 
 
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise KeyError
+
+
+class Mute:
+    """A column's value that can't be sent, and doesn't say why."""
+
+    def __reduce__(self) -> str:
+        raise Silent
+
+
+class Opens:
+    """A column's value that can be sent, but not received."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return open, ("/nowhere/at/all",)
+
+
+class Ends:
+    def __reduce__(self) -> tuple[object, ...]:
+        return next, (iter(()),)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"), [(Mute(), "Silent"), (Opens(), "FileNotFoundError: .*"), (Ends(), "StopIteration")]
+)
+def test_columns_whose_pickling_fails_in_its_own_way_are_named(value: object, reason: str, file: Path) -> None:
+    with pytest.raises(RewardError, match=rf"level can't be given the row's columns: {reason}, on r:0"):
+        scored(["a"], [{"level": value, ROW: "r:0"}], functions=[f"{file}:level"])
+
+
 def of_a_module_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     """An object such as a preprocessor's file makes, which only the driver has loaded."""
     (folder / "only_here.py").write_text("class Level:\n    pass\n")

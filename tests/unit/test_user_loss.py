@@ -79,6 +79,7 @@ def test_it_travels_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("return student.exp() * (student - teacher) / teacher.exp()", "isn't finite where an outcome is impossible"),
         ("return student @ 3", "fails: TypeError"),
         ("raise SystemExit(2)", "fails: SystemExit: 2, line 2 of"),
+        ("raise type('Silent', (Exception,), {'__str__': lambda error: 1 / 0})", "fails: Silent, line 2 of"),
         ("return student * 1j", "one number for each of the .* of torch.complex64"),
     ],
 )
