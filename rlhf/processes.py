@@ -121,7 +121,7 @@ def _watch(server: int) -> NoReturn:
     os._exit(code)
 
 
-def received(connection: Connection) -> Any:
+def next_message(connection: Connection) -> Any:
     """In a process that runs users' code: what it is asked, or what hinders it, as text. Raises EOFError and OSError at
     the end."""
     message = connection.recv_bytes()
@@ -182,6 +182,9 @@ class UserProcess:
         """Its answer, or `Ended`."""
         try:
             return self.connection.recv()
+        except BlockingIOError:
+            self.stop()
+            return Ended(f"stood still for {STUCK_S} seconds in the middle of an answer")
         except Exception:  # an end, or a message that users' code has cut off or written into
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
@@ -211,7 +214,7 @@ def how_ended(code: int | None) -> str:
         code: its exit code; None: it goes on.
     """
     if code is None:
-        return "has closed the connection to the run, a file descriptor that it didn't open"
+        return "has closed the connection to the run, or written into it: a file descriptor that it didn't open"
     if code >= 0:
         return f"ended its process with exit code {code}"
     known = -code in set(signal.Signals)  # not most of the real-time ones

@@ -155,10 +155,7 @@ class RayCluster:
         """`cls(*args)` as a Ray actor with a share of one device, or of several of a node.
 
         Args:
-            bundles: the actor runs on the first and sees the GPUs of all, in this order.
-
-        Raises:
-            ClusterError: they are on different nodes.
+            bundles: of one node; the actor runs on the first and sees the GPUs of all, in this order.
         """
         options = self._options(bundles[0], share, environment | self._devices_of(name, bundles, share))
         process = Process(name, ray.remote(cls).options(**options).remote(*args), self.processes)
@@ -178,12 +175,6 @@ class RayCluster:
     def _devices_of(self, name: str, bundles: Sequence[int], share: float) -> dict[str, str]:
         """What shows an actor the GPUs of several bundles. Ray itself shows it those of its own bundle only, and tells
         only whoever runs there which one that is."""
-        nodes = {self.nodes[bundle] for bundle in bundles}
-        if len(nodes) > 1:
-            raise ClusterError(
-                f"the {name} process needs {len(bundles)} devices of one node, and they lie on {len(nodes)} nodes; "
-                "lower its tensor_parallel to what divides the devices of each node"
-            )
         if len(bundles) == 1 or self.spec.device is Device.cpu:
             return {}
         asked = [ray.remote(gpus_here).options(**self._options(bundle, share, {})).remote() for bundle in bundles]

@@ -26,7 +26,7 @@ import numpy as np
 from rlhf import plugins
 from rlhf.environments.base import Turn
 from rlhf.errors import ConfigError, one_line
-from rlhf.processes import received
+from rlhf.processes import next_message
 from rlhf.user_code import defined_at, imported, raised, shown, unusual_kind
 
 RESERVED = ("seed",)
@@ -97,7 +97,7 @@ def serve(connection: Connection) -> None:
     connection.send(signature)
     episodes: dict[int, Any] = {}
     while True:
-        message = received(connection)
+        message = next_message(connection)
         failed = Failed(message) if isinstance(message, str) else None
         connection.send(failed or answer(episodes, lambda: environment(**setup.options), message))
 

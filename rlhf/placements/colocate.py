@@ -13,5 +13,12 @@ def start(run: Run, inputs: Inputs, objective: Objective) -> Roles:
     """See `start_roles`."""
     engine_ranks = 1 if run.engine is None else run.engine.tensor_parallel
     gpus, ranks = teacher_devices(run)
-    layout = plan_layout(run.train.gpus, run.train.gpus, engine_ranks, teacher_gpus=gpus, teacher_tensor_parallel=ranks)
+    layout = plan_layout(
+        run.train.gpus,
+        run.train.gpus,
+        engine_ranks,
+        train_tensor_parallel=run.train.tensor_parallel,
+        teacher_gpus=gpus,
+        teacher_tensor_parallel=ranks,
+    )
     return start_roles(run, inputs, objective, layout, shared=True)

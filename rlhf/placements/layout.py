@@ -1,8 +1,7 @@
 """Which device each trainer rank and each engine replica is on. Pure: counts and node names in, numbers out.
 
-Devices are numbered so that neighbours share a node wherever they can (`by_node`); ranks and replicas then take
-neighbours. In the trainer, tensor parallelism is the innermost axis: ranks 0 and 1 share a model under
-`train.tensor_parallel=2`.
+Ranks and replicas take neighbouring devices, and those that share a model share a node wherever they can (`by_node`).
+In the trainer, tensor parallelism is the innermost axis: ranks 0 and 1 share a model under `train.tensor_parallel=2`.
 """
 
 from __future__ import annotations
@@ -26,6 +25,12 @@ class Layout:
     """The devices of each engine replica."""
     teacher: tuple[tuple[int, ...], ...] = ()
     """The devices of each replica of a standalone teacher."""
+    train_tensor_parallel: int = 1
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Devices that share a model; those of replicas, which can't straddle nodes, first."""
+        return *self.replicas, *self.teacher, *_groups(self.trainer, self.train_tensor_parallel)
 
 
 def plan_layout(
@@ -33,6 +38,7 @@ def plan_layout(
     rollout_gpus: int,
     rollout_tensor_parallel: int,
     *,
+    train_tensor_parallel: int = 1,
     separate: bool = False,
     teacher_gpus: int = 0,
     teacher_tensor_parallel: int = 1,
@@ -46,32 +52,36 @@ def plan_layout(
         trainer=tuple(range(train_gpus)),
         replicas=_groups(engine, rollout_tensor_parallel),
         teacher=_groups(teacher, teacher_tensor_parallel),
+        train_tensor_parallel=train_tensor_parallel,
     )
 
 
-def _groups(devices: range, size: int) -> tuple[tuple[int, ...], ...]:
+def _groups(devices: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
     """Neighbours, so many a replica."""
     assert len(devices) % size == 0, "checked while composing"
     return tuple(tuple(devices[start : start + size]) for start in range(0, len(devices), size))
 
 
-def by_node(nodes: Sequence[str], groups: Sequence[int]) -> tuple[int, ...]:
-    """Number the devices: device i is bundle `by_node(...)[i]`.
+def by_node(nodes: Sequence[str], groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Which bundle is which device: device i is bundle `by_node(...)[i]`.
 
-    As many groups of neighbours as possible lie on one node, the largest first: a group straddles nodes only when what
-    is left of each node is too small for it.
+    The largest groups choose first, each the first node with enough bundles left. A group that finds none straddles
+    nodes, but the smaller ones within it may still each lie on one.
 
     Args:
         nodes: the node of each bundle.
-        groups: sizes that matter, e.g. both roles' tensor_parallel; each of them divides the next larger one.
+        groups: devices that should share a node; of equally large ones the first choose first.
 
-    Example: bundles on nodes `A B A B A B` and groups of 2: `(0, 2, 1, 3, 4, 5)`, only the last pair straddles.
+    Example: bundles on nodes `A B A B A B`, groups `(0, 1) (2, 3) (4, 5)`: `(0, 2, 1, 3, 4, 5)`; only the last group
+    straddles.
     """
     left = {node: [bundle for bundle, where in enumerate(nodes) if where == node] for node in dict.fromkeys(nodes)}
-    order: list[int] = []
-    for size in sorted({*groups, 1}, reverse=True):
-        for bundles in left.values():
-            whole = len(bundles) // size * size
-            order += bundles[:whole]
-            del bundles[:whole]
-    return tuple(order)
+    bundle_of: dict[int, int] = {}
+    alone = [(device,) for device in range(len(nodes))]
+    for group in sorted([*groups, *alone], key=len, reverse=True):
+        devices = [device for device in group if device not in bundle_of]
+        bundles = next((bundles for bundles in left.values() if len(bundles) >= len(devices)), None)
+        if bundles is not None:
+            bundle_of.update(zip(devices, bundles, strict=False))
+            del bundles[: len(devices)]
+    return tuple(bundle_of[device] for device in range(len(nodes)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf.algos.objective import Objective
@@ -20,6 +22,7 @@ from rlhf.config.rollout import VllmRollout
 from rlhf.config.run import Run
 from rlhf.config.teacher import ColocatedTeacher, NoTeacher, OwnTeacher, StandaloneTeacher, TeacherGeneration
 from rlhf.config.train import Train
+from rlhf.errors import ClusterError
 from rlhf.memory import GIB, longest_sample, training_bytes
 from rlhf.placements.layout import Layout, by_node
 from rlhf.preflight import Inputs
@@ -62,8 +65,10 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
     share = 0.5 if shared else 1.0
     cluster = RayCluster(run.cluster, bundles=layout.devices)
     try:
-        groups = (run.train.tensor_parallel, len(layout.replicas[0]), *(len(devices) for devices in layout.teacher[:1]))
-        bundle_of = by_node(cluster.nodes, groups)
+        bundle_of = by_node(cluster.nodes, layout.groups)
+        nodes = [cluster.nodes[bundle] for bundle in bundle_of]
+        check_one_node("rollout.tensor_parallel", layout.replicas, nodes)
+        check_one_node("teacher.tensor_parallel", layout.teacher, nodes)
         trainer = RayTrainer(
             cluster,
             trainer_setup(run, inputs, objective),
@@ -99,6 +104,25 @@ def start_roles(run: Run, inputs: Inputs, objective: Objective, layout: Layout, 
         cluster.close()
         raise
     return Roles(trainer, scorer, engine, writer, cluster, describe(run, inputs, shared))
+
+
+def check_one_node(key: str, replicas: Sequence[Sequence[int]], nodes: Sequence[str]) -> None:
+    """vLLM's processes of a replica share a node.
+
+    Args:
+        key: what says how many they are.
+        nodes: the node of each device.
+
+    Raises:
+        ClusterError: they would be on several.
+    """
+    for devices in replicas:
+        if len({nodes[device] for device in devices}) > 1:
+            per_node = Counter(nodes).values()
+            raise ClusterError(
+                f"{key}={len(devices)} needs so many devices of one node, and the run's nodes have "
+                f"{', '.join(map(str, per_node))}; lower {key}, or use nodes with more devices each"
+            )
 
 
 def teacher_devices(run: Run) -> tuple[int, int]:

@@ -18,6 +18,7 @@ def start(run: Run, inputs: Inputs, objective: Objective) -> Roles:
         run.train.gpus,
         engine.gpus,
         engine.tensor_parallel,
+        train_tensor_parallel=run.train.tensor_parallel,
         separate=True,
         teacher_gpus=gpus,
         teacher_tensor_parallel=ranks,

@@ -197,8 +197,9 @@ def _files(summary: RunSummary) -> Iterator[tuple[str, str]]:
     yield from ((title, shown_path(run_dir / name)) for title, name in FILES.items() if (run_dir / name).exists())
     yield from (("checkpoint", shown_path(Path(path))) for path in summary.saved)
     if summary.best:
-        (noted,) = (f"{title} {_number(summary.best[key])}" for key, title in JUDGED_BY.items() if key in summary.best)
-        yield "best", f"{shown_path(Path(summary.best['path']))} (step {summary.best['step']}, {noted})"
+        noted = [f"step {summary.best['step']}"]
+        noted += [f"{title} {_number(summary.best[key])}" for key, title in JUDGED_BY.items() if key in summary.best]
+        yield "best", f"{shown_path(Path(summary.best['path']))} ({', '.join(noted)})"
     if summary.checkpoint:
         yield "final", shown_path(Path(summary.checkpoint))
         if (adapter := Path(summary.checkpoint) / "adapter").exists():

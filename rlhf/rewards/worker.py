@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError
 from rlhf.plugins import load_plugins
-from rlhf.processes import received
+from rlhf.processes import next_message
 from rlhf.rewards.functions import Loaded, Wrong, checked, load_function
 from rlhf.user_code import raised, said
 
@@ -65,7 +65,7 @@ def serve(connection: Connection) -> None:
         return
     connection.send([function.signature for function in functions])
     while True:
-        call = received(connection)
+        call = next_message(connection)
         given = answers(functions[call.function], call) if isinstance(call, Call) else [Failed(call)]
         for answer in given:
             connection.send(answer)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
+from rlhf.errors import ClusterError
 from rlhf.placements.layout import Layout, by_node, plan_layout
+from rlhf.placements.roles import check_one_node
 
 
 def test_ranks_and_replicas_share_the_devices():
@@ -24,25 +27,37 @@ def test_roles_on_devices_of_their_own_take_the_sum():
     )
 
 
-def straddling(nodes: str, order: tuple[int, ...], size: int) -> int:
-    """Groups of neighbours that lie on more than one node."""
-    where = [nodes[bundle] for bundle in order]
-    return sum(len(set(where[start : start + size])) > 1 for start in range(0, len(where), size))
+def straddling(nodes: str, order: tuple[int, ...], groups: Sequence[Sequence[int]]) -> int:
+    """Groups whose devices lie on more than one node."""
+    return sum(len({nodes[order[device]] for device in group}) > 1 for group in groups)
+
+
+def pairs(devices: int) -> list[tuple[int, ...]]:
+    return [(first, first + 1) for first in range(0, devices, 2)]
 
 
 @pytest.mark.parametrize(
     ("nodes", "groups", "order"),
     [
-        ("A", (1, 1), (0,)),
-        ("AA", (2, 1), (0, 1)),
-        ("ABAB", (1, 1), (0, 2, 1, 3)),
-        ("ABAB", (2, 1), (0, 2, 1, 3)),
-        ("ABABAB", (2, 1), (0, 2, 1, 3, 4, 5)),
-        ("ABBBBCCC", (4, 2), (1, 2, 3, 4, 5, 6, 0, 7)),
+        ("A", [(0,)], (0,)),
+        ("AA", [(0, 1)], (0, 1)),
+        ("ABAB", [], (0, 2, 1, 3)),
+        ("ABAB", pairs(4), (0, 2, 1, 3)),
+        ("ABABAB", pairs(6), (0, 2, 1, 3, 4, 5)),
+        ("ABBBBCCC", [*pairs(8), (0, 1, 2, 3), (4, 5, 6, 7)], (1, 2, 3, 4, 5, 6, 0, 7)),
     ],
 )
-def test_devices_are_numbered_by_node(nodes: str, groups: tuple[int, ...], order: tuple[int, ...]):
+def test_devices_are_numbered_by_node(nodes: str, groups: list[tuple[int, ...]], order: tuple[int, ...]):
     assert by_node(nodes, groups) == order
+
+
+def test_a_replica_behind_a_trainer_of_another_size_lies_on_one_node():
+    """`train.gpus=1 rollout.gpus=2 rollout.tensor_parallel=2` on nodes with two devices and one."""
+    layout = plan_layout(1, 2, 2, separate=True)
+    order = by_node("AAB", layout.groups)
+    assert layout.groups == ((1, 2), (0,)) and order == (2, 0, 1)
+    layout = plan_layout(2, 2, 2, train_tensor_parallel=2, separate=True)
+    assert by_node("ABAC", layout.groups)[2:] == (0, 2), "the trainer's ranks are the ones that can straddle"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -53,7 +68,19 @@ def test_no_group_straddles_nodes_that_need_not(size: int, other: int):
             continue
         turns = itertools.zip_longest(*(name * count for name, count in zip("ABC", counts, strict=True)), fillvalue="")
         nodes = "".join(itertools.chain(*turns))
-        order = by_node(nodes, (size, other))
+        layout = plan_layout(len(nodes), len(nodes), other, train_tensor_parallel=size)
+        order = by_node(nodes, layout.groups)
         assert sorted(order) == list(range(len(nodes)))
-        if size >= other:
-            assert straddling(nodes, order, size) == sum(counts) // size - sum(count // size for count in counts)
+        larger = (
+            layout.groups if size == other else [group for group in layout.groups if len(group) == max(size, other)]
+        )
+        needed = sum(counts) // max(size, other) - sum(count // max(size, other) for count in counts)
+        assert straddling(nodes, order, list(dict.fromkeys(larger))) == needed
+
+
+def test_a_replica_that_straddles_nodes_is_refused():
+    check_one_node("rollout.tensor_parallel", [(0, 1), (2,)], "AAB")
+    with pytest.raises(
+        ClusterError, match=r"^teacher\.tensor_parallel=2 needs .* nodes have 1, 2; lower teacher\.tens"
+    ):
+        check_one_node("teacher.tensor_parallel", [(0, 1), (2,)], "ABB")

@@ -180,6 +180,12 @@ def cut_off(completions):
     os._exit(5)
 
 
+def begins_to_answer(completions):
+    (connection,) = (fd for fd in range(3, 100) if is_a_socket(fd))
+    os.write(connection, bytes([0, 0, 16, 0, 1]))
+    time.sleep(100)
+
+
 def is_a_socket(fd):
     import stat
 
@@ -302,7 +308,10 @@ FAILURES = [
     ("unpicklable", r"gave function <function .*>, expected a list of 3 numbers"),
     ("generator", r"gave generator .*, expected a list of 3 numbers"),
     ("silent", r"raised Silent, line \d+ of .*mine\.py, on r:0"),
-    ("closes", r"has closed the connection to the run, a file descriptor that it didn't open, on 3 completions"),
+    (
+        "closes",
+        r"has closed the connection to the run, or written into it: a file descriptor that it didn't open, on 3 comp",
+    ),
     ("cut_off", r"ended its process with exit code 5, on 3 completions"),
 ]
 ROWS = [{ROW: f"r:{number}"} for number in range(3)]
@@ -397,6 +406,17 @@ def test_a_process_that_reads_no_more_is_ended(file: Path, monkeypatch: pytest.M
         with pytest.raises(RewardError, match=r"lengths took nothing of what it was sent for 1 seconds, on r:0"):
             made.score(batch(["a" * 2_000_000]), ROWS[:1]).result(timeout=30)
         assert made.score(batch(["bb"]), [{}]).result().total.tolist() == [2]
+
+
+def test_an_answer_that_stands_still_in_its_middle_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STUCK_S", 1)
+    with (
+        rewarder(FunctionReward(functions=[f"{file}:begins_to_answer"], processes=1)) as made,
+        pytest.raises(
+            RewardError, match=r"begins_to_answer stood still for 1 seconds in the middle of an answer, on r:0"
+        ),
+    ):
+        made.score(batch(["a"]), ROWS[:1]).result(timeout=30)
 
 
 def test_two_workers_that_die_at_once_are_one_failure(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
