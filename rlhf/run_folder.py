@@ -51,11 +51,14 @@ class RunFolder:
         write the configuration.
 
         Raises:
-            ConfigError: see `check`.
+            ConfigError: see `check`; or it can't be written.
         """
         path = check(settings, content)
-        path.mkdir(parents=True, exist_ok=True)
-        folder = RunFolder(path, (path / MARK).open("a+", encoding="utf-8"))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            folder = RunFolder(path, (path / MARK).open("a+", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"run.dir={path} can't be written: {error.strerror}; choose another run.dir") from error
         try:
             folder._lock(settings)
             check_content(path, settings, content)  # again: another run may have come and gone

@@ -64,6 +64,7 @@ class RunSection:
             re.fullmatch(r"[A-Za-z0-9_.=,+-]+", self.name) is not None and not set(self.name) <= {"."},
             f"run.name may hold letters, digits and _ . - + = , only (and not be . or ..), got {self.name!r}",
         )
+        require(self.dir.strip() != "", "run.dir is empty; use run.dir=outputs/NAME, or leave it out")
         require(
             self.steps is None or self.epochs is None,
             f"run.steps={self.steps} and run.epochs={self.epochs} both say how long the run is; keep one: "

@@ -21,7 +21,7 @@ def test_an_offloaded_teacher_leaves_the_card(tmp_path: Path, k: int | None) -> 
     student = save_tiny_llama(tmp_path / "student", layers=1, seed=1)
     teacher = save_tiny_llama(tmp_path / "teacher", layers=8, hidden=1024, heads=16, intermediate=4096, seed=2)
     losses, held = [], []
-    for offload in (False, True):
+    for offload in (True, False, True):  # the first time cuBLAS takes memory of its own
         end_groups()
         setup = trainer_setup(student, teacher, Train(dtype=DType.bfloat16), offload_teacher=offload, k=k)
         trainer = MegatronTrainer(setup)
@@ -38,5 +38,5 @@ def test_an_offloaded_teacher_leaves_the_card(tmp_path: Path, k: int | None) -> 
         losses.append(trainer.train(experience)["train/loss"])
         del trainer, module, head
         torch.cuda.empty_cache()
-    assert losses[0] == losses[1]
-    assert held[0] - held[1] == pytest.approx(body, rel=0.02)
+    assert losses[0] == losses[1] == losses[2]
+    assert held[1] - held[2] == pytest.approx(body, rel=0.02)

@@ -152,6 +152,17 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
             check(run.run)
 
 
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    """Below a file, which not even root can write into."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ConfigError, match=r"^run\.dir=.*/file/a can't be written: Not a directory; choose another run\."
+    ):
+        RunFolder.claim(RunSection(dir=str(tmp_path / "file" / "a")), {})
+    with pytest.raises(ConfigError, match=r"^run\.dir is empty; use run\.dir=outputs/NAME"):
+        RunSection(dir="")
+
+
 # ---- the parts ------------------------------------------------------------------------------------------------------
 
 
