@@ -139,8 +139,8 @@ class Run:
     is none. FOLDER: go on from a checkpoint, or from the newest one of a run; in place if it is in run.dir, else in a
     new run. auto needs a run.name of yours; in a sweep (-m), hydra.sweep.dir=multirun/NAME."""
     plugins: list[str] = field(default_factory=list)
-    """Your own preprocessors, reward functions, data sets and environments: `path/to/file.py` or `package.module` each,
-    imported before anything else is checked. See docs/plugins.md."""
+    """Your own preprocessors, reward functions, data sets, losses and environments: `path/to/file.py` or
+    `package.module` each, imported before anything else is checked. See docs/plugins.md."""
     model: Model
     """The student."""
     train: Train
