@@ -26,6 +26,7 @@ class Layout:
     teacher: tuple[tuple[int, ...], ...] = ()
     """The devices of each replica of a standalone teacher."""
     train_tensor_parallel: int = 1
+    """Ranks of the trainer that share a copy of the model."""
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -57,7 +58,7 @@ def plan_layout(
 
 
 def _groups(devices: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
-    """Neighbours, so many a replica."""
+    """Neighbours, so many a group."""
     assert len(devices) % size == 0, "checked while composing"
     return tuple(tuple(devices[start : start + size]) for start in range(0, len(devices), size))
 

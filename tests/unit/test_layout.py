@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_roles_on_devices_of_their_own_take_the_sum():
     )
 
 
-def straddling(nodes: str, order: tuple[int, ...], groups: Sequence[Sequence[int]]) -> int:
+def straddling(nodes: str, order: tuple[int, ...], groups: Collection[Sequence[int]]) -> int:
     """Groups whose devices lie on more than one node."""
     return sum(len({nodes[order[device]] for device in group}) > 1 for group in groups)
 
@@ -63,19 +63,18 @@ def test_a_replica_behind_a_trainer_of_another_size_lies_on_one_node():
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("other", [1, 2, 4])
 def test_no_group_straddles_nodes_that_need_not(size: int, other: int):
+    most = max(size, other)
     for counts in itertools.product(range(5), repeat=3):
-        if sum(counts) == 0 or sum(counts) % max(size, other):
+        if sum(counts) == 0 or sum(counts) % most:
             continue
         turns = itertools.zip_longest(*(name * count for name, count in zip("ABC", counts, strict=True)), fillvalue="")
         nodes = "".join(itertools.chain(*turns))
         layout = plan_layout(len(nodes), len(nodes), other, train_tensor_parallel=size)
         order = by_node(nodes, layout.groups)
         assert sorted(order) == list(range(len(nodes)))
-        larger = (
-            layout.groups if size == other else [group for group in layout.groups if len(group) == max(size, other)]
-        )
-        needed = sum(counts) // max(size, other) - sum(count // max(size, other) for count in counts)
-        assert straddling(nodes, order, list(dict.fromkeys(larger))) == needed
+        largest = {group for group in layout.groups if len(group) == most}
+        needed = sum(counts) // most - sum(count // most for count in counts)
+        assert straddling(nodes, order, largest) == needed
 
 
 def test_a_replica_that_straddles_nodes_is_refused():
